@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, and end with `SystemExit`.
 
     Args:
-        arguments: The command and its options, in place of `sys.argv`. If given, the process may go on afterwards.
+        arguments: The command and its options, in place of `sys.argv`. If given, the caller may catch the exception and
+            go on; otherwise the process ends within 10 seconds.
     """
     if arguments is None and sys.argv[1:2] == ["relay"]:
         end_in_order_until_begun()
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _end_in_time(code: object) -> None:
     """End the process with this exit code after 10 seconds, if it has not ended by then.
 
-    Python waits at its exit for threads that handlers have left, such as those of `to_thread`.
+    Python's exit waits for threads, such as those of `to_thread`, that handlers may have left running.
     """
 
     def end() -> None:

@@ -1,6 +1,7 @@
-"""Coroutines of outboxq that a test made and never awaited: each looks like a check or a call, and does nothing.
+"""Detection of outboxq's coroutines that a test made and never awaited: they look like a call, and do nothing.
 
-They are counted while pytest runs one phase of a test (`outboxq.pytest_plugin`); then the test fails and names them.
+`outboxq.pytest_plugin` counts the coroutines of each phase of a test (setup, call, teardown). If one of them was not
+awaited, the phase fails with an error that shows its call.
 """
 
 import inspect
@@ -10,22 +11,25 @@ from typing import Any
 
 
 class Awaited:
-    """The coroutines that outboxq has made since the present phase of a test began; between phases none is counted."""
+    """Collects the coroutines that outboxq makes in one phase of a test, to find those that were never awaited.
+
+    Between two phases it collects nothing.
+    """
 
     def __init__(self) -> None:
         self._made: dict[Coroutine[Any, Any, Any], str] | None = None
 
     def note(self, call: str, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Count a coroutine until the phase ends; `call` is the text of the call that made it, for the error."""
+        """Collect a coroutine, if a phase is under way; `call` is the text of the call that made it, for the error."""
         if self._made is not None:
             self._made[coroutine] = call
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the coroutines that are made in the block.
+        """Collect the coroutines that outboxq makes in the block, and fail at its end if one was not awaited.
 
         Raises:
-            AssertionError: one of them was not awaited; raised at the end of the block.
+            AssertionError: a coroutine was not awaited.
         """
         before, self._made = self._made, {}
         try:

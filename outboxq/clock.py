@@ -10,9 +10,10 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def clock() -> float:
-    """Return seconds for measuring durations; they also count while the machine is suspended, if the system can.
+    """Return the reading, in seconds, of a clock for durations: subtract two readings to measure the time between them.
 
-    They go on in tests whose library stops `time.monotonic`.
+    If the system has such a clock, it also advances while the machine is suspended. It advances in tests whose library
+    stops `time.monotonic`.
     """
     return time.clock_gettime(_CLOCK)
 
@@ -37,13 +38,17 @@ def uuid7s(count: int) -> list[str]:
 
 @dataclass(slots=True)
 class DatabaseClock:
-    """An estimate of the database's clock, from its distance to this process's own: `time.time() + ahead_seconds`.
+    """An estimate of the time on the database's server, computed without a query: `time.time() + ahead_seconds`.
 
-    Its error is at most half of the round trip in which they were compared, and the drift of the two clocks since then.
+    The estimate is wrong by at most half of the round trip of the last `compare`, and the drift of the two clocks since
+    then.
     """
 
     ahead_seconds: float = 0.0
 
     def compare(self, database_seconds: float, asked_at: float, answered_at: float) -> None:
-        """Set the estimate: the database's clock showed `database_seconds` between these two times of `time.time()`."""
+        """Set the estimate from the answer to a query: the database's clock showed `database_seconds`.
+
+        `asked_at` and `answered_at` are the readings of `time.time()` before and after the query.
+        """
         self.ahead_seconds = database_seconds - (asked_at + answered_at) / 2

@@ -36,10 +36,10 @@ MAX_BATCH_SIZE = 1_000
 
 
 def database_url(given: str | None = None) -> URL:
-    """The database to work on: `given`, else `OUTBOXQ_DATABASE_URL`, as a psycopg URL.
+    """Return the psycopg URL of the one database to work on: `given`, or else `OUTBOXQ_DATABASE_URL`.
 
     Raises:
-        ConfigError: none is set, or it is not a PostgreSQL URL.
+        ConfigError: no database is named, or several are, or the URL is not a PostgreSQL URL.
     """
     found = database_urls([given] if given else None)
     if len(found) > 1:
@@ -51,13 +51,15 @@ def database_url(given: str | None = None) -> URL:
 
 
 def database_urls(given: Sequence[str] | None = None) -> dict[str, URL]:
-    """The databases to work on: `given`, else those of `OUTBOXQ_DATABASE_URL`, with spaces between them.
+    """Return the databases to work on: `given`, or else the URLs in `OUTBOXQ_DATABASE_URL`, separated by spaces.
 
     Returns:
-        Each URL, for psycopg, by a name: that of the database, with its host if another one of these has the same name.
+        The psycopg URL of each database, by the database's name. If two databases have the same name, the host is put
+        before it.
 
     Raises:
-        ConfigError: none is set, one is no PostgreSQL URL, or one is named twice. The message contains no URL.
+        ConfigError: no database is named, a URL is not a PostgreSQL URL, or a database is named twice. The message
+            contains no URL.
     """
     texts = given or _several(os.environ.get(DATABASE_URL_VARIABLE, ""))
     if not texts:
@@ -76,10 +78,10 @@ def database_urls(given: Sequence[str] | None = None) -> dict[str, URL]:
 
 
 def listen_url(given: str | None = None) -> str | None:
-    """The URL that leads directly to the server, for LISTEN: `given`, else `OUTBOXQ_LISTEN_URL`, if any.
+    """Return the URL for LISTEN, which bypasses a pooler: `given`, or else `OUTBOXQ_LISTEN_URL`; None without either.
 
     Raises:
-        ConfigError: it is not a PostgreSQL URL.
+        ConfigError: the URL is not a PostgreSQL URL.
     """
     url = given or os.environ.get(LISTEN_URL_VARIABLE)
     return psycopg_url(url).render_as_string(hide_password=False) if url else None
@@ -109,10 +111,12 @@ def _psycopg_urls(texts: Sequence[str]) -> list[URL]:
 
 
 def listen_urls(given: Sequence[str] | None, databases: int) -> list[str | None]:
-    """Return for each of `databases` databases the direct URL for LISTEN: `given`, else `OUTBOXQ_LISTEN_URL`, or None.
+    """Return the URL for LISTEN, which bypasses a pooler, of each of so many `databases`, in their order.
+
+    The URLs are `given`, or else those in `OUTBOXQ_LISTEN_URL`; if neither is set, each item is None.
 
     Raises:
-        ConfigError: their number differs from that of the databases, or one is not a PostgreSQL URL.
+        ConfigError: the number of URLs is not `databases`, or one is not a PostgreSQL URL.
     """
     texts = given or _several(os.environ.get(LISTEN_URL_VARIABLE, ""))
     if texts and len(texts) != databases:
@@ -123,16 +127,17 @@ def listen_urls(given: Sequence[str] | None, databases: int) -> list[str | None]
 
 
 def read_urls(given: Sequence[str] | None, databases: Sequence[str], *, by_environment: bool) -> dict[str, URL]:
-    """Return the replicas to read from, by the names of their databases: `given`, else `OUTBOXQ_READ_URL`, if set.
+    """Return the URL of each database's read replica, by the database's name: `given`, or else `OUTBOXQ_READ_URL`.
 
-    Of several hosts a standby is preferred, unless the URL says otherwise.
+    The mapping is empty if neither is set. If a URL names several hosts, a standby is preferred, unless the URL says
+    otherwise.
 
     Args:
         by_environment: True if `OUTBOXQ_DATABASE_URL` names the databases; if they are given otherwise,
             `OUTBOXQ_READ_URL` is ignored.
 
     Raises:
-        ConfigError: their number differs from that of the databases, or one is not a PostgreSQL URL.
+        ConfigError: the numbers of URLs and databases differ, or a URL is not a PostgreSQL URL.
     """
     texts = given or (_several(os.environ.get(READ_URL_VARIABLE, "")) if by_environment else [])
     if texts and len(texts) != len(databases):
@@ -148,17 +153,17 @@ def read_urls(given: Sequence[str] | None, databases: Sequence[str], *, by_envir
 
 
 def database_label() -> str | None:
-    """The name of this relay's database in the log, if its supervisor keeps relays of several databases."""
+    """Return the database's name for this relay's log lines; None unless a supervisor of several databases set it."""
     return os.environ.get(DATABASE_LABEL_VARIABLE) or None
 
 
 def test_database_url() -> str | None:
-    """The URL of the server that tests are to use; None if it is not set."""
+    """Return the URL of the server that tests are to use; None if `OUTBOXQ_TEST_DATABASE_URL` is not set."""
     return os.environ.get(TEST_DATABASE_URL_VARIABLE) or None
 
 
 def local_binaries() -> str | None:
-    """The directory with `postgres` and `initdb` that tests are to use, if one is set."""
+    """Return the directory with `postgres` and `initdb` that tests are to use, if one is set."""
     return os.environ.get(PG_BIN_VARIABLE) or None
 
 
@@ -180,7 +185,7 @@ def no_schedules() -> bool:
 
 
 def dashboard_token() -> str | None:
-    """The token that logs in to the dashboard, if one is set."""
+    """Return the token that logs in to the dashboard, if one is set."""
     return os.environ.get(DASHBOARD_TOKEN_VARIABLE) or None
 
 
@@ -250,9 +255,9 @@ def check_schema(schema: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SlotGroup:
-    """Slots, each of which runs one batch of jobs at a time, that serve the same queues.
+    """A number of a relay's slots that serve the same queues; each slot runs one batch of jobs at a time.
 
-    Each claims from the first queue that has a job.
+    A slot claims from the first of its queues that has a job.
 
     `queues` is ordered by precedence; `*` means every queue of the registry that no group names.
 
@@ -293,7 +298,7 @@ class SlotGroup:
         """Read `accounts=4`, `urgent,normal=2` or `*=2`; without a number, one slot.
 
         Raises:
-            ConfigError: none of these forms.
+            ConfigError: the text has another form.
         """
         names, equals, count = text.partition("=")
         if equals and not count.isdecimal():
@@ -328,13 +333,13 @@ class RelayConfig:
         batch_size: Jobs that a slot claims into one transaction, 1 to 1000. More is faster for tiny handlers, and keeps
             the row locks of all of them until the batch commits. Not for lease mode, in which each job has a slot of
             its own.
-        poll_seconds: The longest pause between two polls of an empty queue, by all slots together; pauses grow from 10
-            ms to it. A sleeping relay is also woken by NOTIFY.
+        poll_seconds: The longest pause between two polls of an empty queue, by all slots together; the pauses grow from
+            10 ms to this value. A sleeping relay is also woken by NOTIFY.
         drain_seconds: How long a stopping relay waits for its handlers before it rolls them back.
-        lease_seconds: How long jobs in lease mode, and jobs that were running when their relay died, stay this relay's
-            after its last sign of life, 1 to 3600. Shorter means that others take over sooner, longer that a paused
-            relay may still complete.
-        heartbeat_seconds: How often the lease is extended, and expired ones are searched for; by default a sixth of
+        lease_seconds: How long after its last sign of life a relay keeps its leases, 1 to 3600: on jobs in lease mode,
+            and on suspects. Shorter means that other relays take over sooner, longer that a paused relay may still
+            complete its jobs.
+        heartbeat_seconds: How often the relay extends its leases and searches for expired ones; by default a sixth of
             `lease_seconds`, and at most a third.
         effect_lease_seconds: How long the lock on a call made by `ctx.once` lasts after its caller's last sign of life,
             0.5 to 3600. After that another run may take over. A call that is under way keeps the value that it began
@@ -343,8 +348,8 @@ class RelayConfig:
             before it becomes a dead letter.
         prune_seconds: The longest pause between two searches for messages and effects whose retention has ended, 1 to
             86400; 0 is never. A drain searches once, at its end.
-        stats_seconds: The longest pause between two additions to the history, 1 to 3600; outcomes of a killed relay
-            since its last one are not counted there. 0 is never; the relay is still listed.
+        stats_seconds: The longest pause between two additions to the history, 1 to 3600; if the relay is killed, the
+            outcomes since its last addition are missing there. 0 is never; the relay is still listed.
         reindex: Rebuild bloated indexes of the table `job` (REINDEX CONCURRENTLY), every ten minutes at the most. Only
             a relay whose role owns the tables does this; never through a pooler, and not in a drain.
         listen: LISTEN for new jobs; if False, the relay polls. With a transaction pooler, which drops LISTEN silently,
@@ -415,7 +420,7 @@ class RelayConfig:
 
     @property
     def beat_seconds(self) -> float:
-        """The seconds between two heartbeats: a heartbeat extends the relay's leases, and searches for expired ones."""
+        """The seconds between two heartbeats: each extends the relay's leases, and searches for expired ones."""
         return self.lease_seconds / 6 if self.heartbeat_seconds is None else self.heartbeat_seconds
 
 

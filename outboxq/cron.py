@@ -85,7 +85,7 @@ class Cron:
         raise ArgumentError(f"the cron text {self.text!r} is not due within 50 years: check its day and its month")
 
     def due_times(self, first: datetime, now: datetime, most: int) -> list[datetime]:
-        """Return `first`, which is due, and the due times after it up to `now`: `most` times at the most."""
+        """Return the due times from `first`, itself a due time, to `now`, but not more than the earliest `most`."""
         return list(islice(takewhile(lambda due: due <= now, self.times_from(first)), most))
 
     def times_from(self, first: datetime) -> Iterator[datetime]:
@@ -94,9 +94,9 @@ class Cron:
         yield from self._later(first)
 
     def newest(self, first: datetime, now: datetime) -> datetime:
-        """Return the last due time up to `now`, or `first`, which is due itself, if no other one follows it by then.
+        """Return the latest due time up to `now`; `first`, which is a due time itself, if none follows it.
 
-        Takes few steps, even after years.
+        Takes few steps even if years have passed since `first`.
         """
         stretch = _FIRST_STRETCH
         while now - first > stretch:
@@ -172,10 +172,10 @@ class Cron:
 
 
 def every_text(every: timedelta) -> str:
-    """An interval as the text of a schedule, such as `@every 1h30m`.
+    """Return an interval as the text of a schedule, such as `@every 1h30m`.
 
     Raises:
-        ArgumentError: no timedelta of whole seconds, from a second to a year.
+        ArgumentError: `every` is not a timedelta of whole seconds, from a second to a year.
     """
     if not isinstance(every, timedelta) or not MIN_EVERY <= every <= MAX_EVERY or every.microseconds:
         raise ArgumentError(f"every takes a timedelta of whole seconds, from 1 second to 365 days, got {every!r}")
@@ -217,7 +217,10 @@ def _multiples(every: timedelta, last: datetime) -> Iterator[datetime]:
 
 
 def _explain(refusal: str, fields: str) -> str:
-    """Return the reason why cronsim refuses a text; its own message only names a field, as in "Bad day-of-month"."""
+    """Return a text for an error that explains why cronsim refused `fields`.
+
+    `refusal` is cronsim's own message, which only names a field, as in "Bad day-of-month".
+    """
     name = refusal.removeprefix("Bad ").replace("-", " ")
     values = dict(zip(_FIELDS, fields.split(), strict=True))
     if name not in values:
@@ -251,7 +254,9 @@ def cron_of(cron: str | None, every: timedelta | None, time_zone: str) -> Cron:
 
 @contextmanager
 def of_schedule(name: str | None) -> Iterator[None]:
-    """Put the name of the schedule, if it is known, before errors about its cron text or time zone.
+    """Put the schedule's name, if given, before the message of each `ArgumentError` of the block.
+
+    The block checks the schedule's cron text and time zone; with the name, users see which schedule is wrong.
 
     Raises:
         ArgumentError: with the name.

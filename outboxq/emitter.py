@@ -23,14 +23,14 @@ HasUse: TypeAlias = Callable[[], bool]
 
 
 class EventQueue(Protocol):
-    """Events that wait for hooks in another thread."""
+    """The queue of events for hooks that run in another thread; `Emitter` puts events into it."""
 
     def wants(self, kind: type[Event]) -> bool:
         """Return True if events of this class are accepted."""
         ...
 
     def put(self, event: Event) -> bool:
-        """Accept an event, and call `forget` for it after its hooks; return False if the event is refused."""
+        """Accept an event, or return False. The queue calls `forget` for an accepted event after its hooks have run."""
         ...
 
 
@@ -69,7 +69,7 @@ class Emitter:
             forget(event)
 
     def use_of(self, kind: type[Event]) -> HasUse:
-        """Return a function to call before an event of this class is made: False means that no hook needs it."""
+        """Return a function to call before an event of this class is made; False means that no hook needs the event."""
         hooks, is_wanted_later = self._find(kind)
         uses_of = [getattr(hook, "use_of", None) for hook in hooks]
         if is_wanted_later or None in uses_of:
@@ -100,16 +100,16 @@ def hand_to_hooks(options: Mapping[str, object], event: Event) -> None:
 
 
 def forget(event: Event) -> None:
-    """Drop the traceback of an event's exception, after all hooks were called with the event."""
+    """Drop the traceback of an event's exception after all hooks have run, to free the handler's variables in it."""
     if isinstance(event, _FAILURES) and event.exception is not None:
         drop_tracebacks(event.exception)
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Drop the tracebacks of an exception, its causes and its contexts.
+    """Drop the tracebacks of an exception, its causes and its contexts, to free memory.
 
-    Their frames refer to the handler's variables and, through the calling frames, to the exception itself: all of that
-    would stay in memory until the garbage collector runs.
+    The frames of a traceback refer to the handler's variables and, through the calling frames, to the exception itself.
+    So all of them would stay in memory until the garbage collector runs.
     """
     pending, seen = [error], {id(error)}
     while pending and len(seen) < _LARGEST_FAILURE:

@@ -7,7 +7,7 @@ import msgspec
 
 
 class StoredFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One frame of a traceback, or several that were left out.
+    """One frame of a stored traceback, or an entry for several frames that were left out.
 
     If `path` is empty, `line` is the number of frames that were left out, and `name` their package, if they have one.
     """
@@ -50,9 +50,11 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One failed attempt, as stored in the column `errors` of its job or dead letter.
 
     Attributes:
-        type: The exception's type; `message`: its text, redacted by the handler's `messages`.
+        attempt: The number of the attempt, from 1.
+        type: The name of the exception's type.
+        message: The exception's text, as far as the handler's setting `messages` lets it be stored.
         where: The innermost frames of the handler's own code.
-        chain: The exception and its causes, the one that was raised last first.
+        chain: The exception, which was raised last, and then its causes.
     """
 
     attempt: int
@@ -62,7 +64,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     chain: tuple[StoredException, ...] = ()
 
     def as_json(self) -> str:
-        """The record as JSON text; the database adds `at`."""
+        """Return the record as JSON text, to be stored; the database adds the time, `at`."""
         return msgspec.json.encode(self).decode()
 
     def traceback(self) -> str:
@@ -71,7 +73,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoredAttempt(ErrorRecord, frozen=True, omit_defaults=True):
-    """A record as read from the database: `at` is the time, as text, at which the database recorded the attempt."""
+    """The record of a failed attempt, as read from the database: `at` is the time, as text, at which it was stored."""
 
     at: str = ""
 

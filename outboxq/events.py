@@ -17,9 +17,9 @@ EffectOutcome: TypeAlias = Literal["called", "replayed", "in_progress", "refused
 
 @dataclass(frozen=True, slots=True)
 class EventOfJob:
-    """An event of a claimed job.
+    """The base of events about one claimed job.
 
-    In events that have `seconds`, that is the time for which the handler ran in this attempt. A job of a batch handler
+    `seconds`, in events that have it, is the time for which the handler ran in this attempt. A job of a batch handler
     has its share of the call's time; a job whose handler was not called has nearly 0.
     """
 
@@ -60,12 +60,13 @@ class JobRetried(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobDied(EventOfJob):
-    """The job moved to the dead letters.
+    """The job moved to the dead letters; `reason` says why.
 
-    `error_type` and `message` are those of its last attempt, `message` as its handler's `messages` setting keeps it;
-    both are empty if the handler requested the dead letter, or if no handler ran. `exception` is the handler's
-    exception, with all of its payload: for a service that collects errors. After the hooks were called its traceback is
-    dropped, so that the values in its frames do not outlive the job. `record` is the stored form of it.
+    `error_type` and `message` describe the error of the last attempt, the message as the handler's setting `messages`
+    keeps it. Both are empty if the handler requested the dead letter, or if no handler ran. `exception` is the
+    handler's exception, with all of its payload: for a service that collects errors. After the hooks were called, its
+    traceback is dropped, so that the values in its frames do not outlive the job. `record` is the form in which the
+    exception is stored, `where` the innermost frames of the handler's own code.
     """
 
     reason: str
@@ -168,9 +169,9 @@ class EffectCalled:
 
 @dataclass(frozen=True, slots=True)
 class MessageSeen:
-    """An inbox received a message.
+    """An inbox received a message; `outcome` says if it was new.
 
-    If it accepted the message in a session, the event is sent after COMMIT, otherwise at once.
+    The event of a message that was accepted in a session is sent after COMMIT, that of any other message at once.
     """
 
     consumer: str
@@ -199,7 +200,7 @@ class JobsParked:
 class JobsSuspected:
     """The claim of `count` jobs was lost without an outcome, as when a relay dies.
 
-    Each job now runs in a transaction of its own, to find a job that kills its relay.
+    Each of these jobs now runs in a transaction of its own, so that a job that kills its relay is found.
     """
 
     queue: str
@@ -315,7 +316,10 @@ class BatchRolledBack:
 
 @dataclass(frozen=True, slots=True)
 class BatchFinished:
-    """All jobs of a batch (`jobs.batch`) have ended, and its callback was added, under the batch's id, to `queue`."""
+    """All jobs of a batch (`jobs.batch`) have ended, and its callback was added, under the batch's id, to `queue`.
+
+    `kind` is that of the callback. `failed` is the number of jobs that ended as dead letters.
+    """
 
     id: UUID
     queue: str
@@ -385,7 +389,7 @@ class ChildDied:
 
 @dataclass(frozen=True, slots=True)
 class ChildStuck:
-    """A relay process of the supervisor could not free a handler and must be replaced; another starts at once."""
+    """A relay process of the supervisor has ended because it could not end a handler; another starts at once."""
 
     pid: int
     database: str = ""

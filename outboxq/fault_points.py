@@ -1,4 +1,7 @@
-"""Fault points: named steps in a job's life at which a test may kill, stop or cut. They cost nothing when unused."""
+"""Fault points: named steps of a job, of `ctx.once` or of a wait, at which a test may kill the process, for example.
+
+They cost nothing when unused.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +30,7 @@ _action: Callable[[FaultPoint], None] | None = None
 
 
 def fault_point(name: FaultPoint) -> None:
-    """Call the action that a test has set by `fault_action`, if any, with the name of the step that is passed now."""
+    """Mark that this process passes the step `name`: call the action that a test has set by `fault_action`, if any."""
     if _action is not None:
         _action(name)
 

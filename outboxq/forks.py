@@ -1,9 +1,9 @@
-"""Forks: a child that users' code forks from one of outboxq's processes runs their code, and none of outboxq's.
+"""Protection against forks in users' code: the child runs the rest of that code, and none of outboxq's own.
 
-Such a child has copies of everything: connections, whose sockets it shares with its parent; locks, whose owners are
-threads that it lacks; an event loop, with the parent's tasks. So when it begins, its connections are cut off, and when
-it returns from the call in which it was forked, it ends as by `os._exit`: else the interpreter's exit handlers would
-run twice.
+A forked child has copies of its parent's connections, whose sockets both share; of locks, whose owners are threads that
+the child lacks; and of an event loop with the parent's tasks. So the child's connections are cut off when it begins.
+When it returns from the users' code in which it was forked, it ends as by `os._exit`; otherwise the interpreter's exit
+handlers would run twice.
 """
 
 import os
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Forgetting(Protocol):
-    """An object that forgets the parent's state in a child."""
+    """An object with state that a forked child must not take over from its parent, for `forget_in_children`."""
 
     def forget(self) -> None:
         """Return to the initial state."""
@@ -43,12 +43,12 @@ _loops = weakref.WeakValueDictionary[int, "asyncio.AbstractEventLoop"]()
 
 
 def forget_in_children(owner: Forgetting) -> None:
-    """Register `owner` so that each child calls `owner.forget()` as it begins."""
+    """Register `owner` so that each forked child calls `owner.forget()` as it begins."""
     _forgetting.add(owner)
 
 
 def cut_off_in_children(owner: _HasFile) -> None:
-    """Redirect the descriptor of a connection or other socket to nothing in each child.
+    """Redirect the descriptor of a connection or another socket to a socket without a peer in each forked child.
 
     The child's statements on it then fail, instead of mixing with the parent's. A child that outlives its parent keeps
     none of its transactions or ports open.
@@ -57,12 +57,12 @@ def cut_off_in_children(owner: _HasFile) -> None:
 
 
 def runs_here(loop: "asyncio.AbstractEventLoop") -> None:
-    """Record that the calling thread runs this event loop of a relay: a child must not go on with it."""
+    """Record that the calling thread runs this event loop of a relay, so that a child forked in the thread ends."""
     _loops[threading.get_ident()] = loop
 
 
 def call_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call users' code. A child that is forked in it ends when the call returns or raises."""
+    """Call users' code. A child process that this code forks ends when the call returns or raises."""
     depth = _depth
     try:
         returned = function(*args, **kwargs)
@@ -76,7 +76,7 @@ def call_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def await_here(awaitable: Awaitable[T]) -> T:
-    """Await users' code. A child that is forked in it ends when the awaited code returns or raises."""
+    """Await users' code. A child process that this code forks ends when the awaited code returns or raises."""
     depth = _depth
     try:
         returned = await awaitable
@@ -90,7 +90,7 @@ async def await_here(awaitable: Awaitable[T]) -> T:
 
 
 def _end_raising(error: BaseException) -> NoReturn:
-    """End this child because its code raised an error, with the exit code that Python would have given it."""
+    """End this forked child after an error in the users' code, with the exit code that Python would have given it."""
     code = 1
     if isinstance(error, SystemExit):
         code = error.code if type(error.code) is int else int(error.code is not None)

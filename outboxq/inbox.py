@@ -54,10 +54,10 @@ class Acceptance(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedBatch:
-    """The outcomes of `accept_all`: the ids of the messages, in the given order.
+    """The ids of the messages of `accept_all` by their outcome, each in the given order.
 
-    `conflicts` have the id of a message that was accepted, or that is in the same batch, with other content; they are
-    not accepted, and the caller decides what to do about them.
+    `accepted` are new, `duplicates` were accepted before. `conflicts` came with other content, before or in the same
+    batch; they are not accepted, and the caller decides what to do about them.
     """
 
     accepted: tuple[str, ...]
@@ -239,7 +239,7 @@ class Inbox:
     def _tell(self, target: Session | Connection, connection: Connection, outcomes: Iterable[Outcome]) -> None:
         """Send a `MessageSeen` for each outcome to the engine's hooks, if any.
 
-        For a message that was accepted in a session it is sent after COMMIT, for any other at once.
+        The event of a message that was accepted in a session is sent after COMMIT, that of any other message at once.
         """
         options = connection.get_execution_options()
         if not options.get(HOOKS_OPTION):

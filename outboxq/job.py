@@ -29,14 +29,14 @@ OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_
 # A struct, because a claim makes one for each of its jobs: it takes a third of a frozen dataclass's time, and the
 # garbage collector need not walk it.
 class Job(msgspec.Struct, frozen=True, gc=False):
-    """A claimed job, as a handler sees it in `ctx.job`. Payload and errors are not in its `repr`.
+    """A claimed job, as a handler sees it in `ctx.job`. Its `repr` shows neither arguments nor errors.
 
     `attempt` counts from 1 and includes this run. `args` is the stored JSON text; handlers receive it decoded.
     `max_attempts` is None if the handler's own retry policy decides. `crashes` is the number of earlier runs of the
     job, in a transaction of its own, that ended with the death of its relay. `parked` counts how often a relay put the
     job back, because the relay did not know its kind or the kind was paused. `expires_at` is None if the job never
     expires, `lease_token` is None in transaction mode, and `claimed_at` is None before a relay has claimed the job.
-    `batch_id` is the id of the batch that it was added to (`jobs.batch`). Times are the database's, in UTC;
+    `batch_id` is the id of the batch that the job was added to (`jobs.batch`). Times are the database's, in UTC;
     `claimed_at` is estimated by the relay.
     """
 
@@ -69,7 +69,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def added_order(self) -> tuple[int, int]:
-        """A pair that sorts the jobs of one coalescing key by the order in which they were added."""
+        """A pair of numbers by which jobs of one coalescing key are sorted in the order in which they were added."""
         return added_order(self.headers, self.seq)
 
     def __repr__(self) -> str:
@@ -112,9 +112,9 @@ def added_order(headers: str, seq: int) -> tuple[int, int]:
 
 
 def with_added_order(headers: str, seq: int) -> str:
-    """Return a coalesced job's headers with its `seq`, the number of its row, unless they have one.
+    """Return a coalesced job's headers, with the job's `seq` (the number of its row) added unless they have one.
 
-    So the job keeps its place among those of its key if it is stored again, as a row with another `seq`.
+    So the job keeps its place among the jobs of its key if it is stored again, as a row with another `seq`.
     """
     if number_in(headers, ADDED_HEADER) is not None or not headers.startswith("{") or len(headers) > MAX_STAMPED_BYTES:
         return headers
@@ -127,7 +127,7 @@ class _Traced(msgspec.Struct):
 
 
 def trace_id_of(headers: str) -> str | None:
-    """The trace id in a job's headers, which are JSON text; None without a valid `traceparent`."""
+    """Return the trace id in a job's headers, which are JSON text; None without a valid `traceparent`."""
     if '"traceparent"' not in headers:
         return None
     try:

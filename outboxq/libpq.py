@@ -1,4 +1,4 @@
-"""libpq, PostgreSQL's client library, which psycopg needs: importing this module raises `LibpqMissing` without it."""
+"""A check that psycopg finds libpq, PostgreSQL's client library: importing this module raises `LibpqMissing` if not."""
 
 from outboxq.errors import LibpqMissing
 

@@ -1,4 +1,4 @@
-"""Checks of names and keys, which PostgreSQL, a channel and the command line must accept, and of option names."""
+"""Checks of names and keys, which PostgreSQL must accept, and of the names of options that users pass."""
 
 import difflib
 import functools

@@ -30,9 +30,10 @@ class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class UniqueKey(msgspec.Struct, frozen=True, gc=False):
-    """The unique key of a job, which is added only if no other job has the key.
+    """The unique key of a job: the job is added only if no other job has the key.
 
-    `key` begins with the kind; `kept` is the minimum time to keep it, even if the job is done sooner.
+    `key` begins with the kind. `kept` is the minimum time for which the key stays taken, even if the job is done
+    sooner.
     """
 
     key: str
@@ -40,10 +41,11 @@ class UniqueKey(msgspec.Struct, frozen=True, gc=False):
 
 
 class JobKeys(msgspec.Struct, frozen=True, gc=False):
-    """The keys of a job; None for each that it does not have.
+    """The keys of a job, which relate it to other jobs; None for each that the job does not have.
 
-    `coalesce` begins with the kind. `batch` is the id, in hex, of the batch that the job is in. `opens_batch`: the job
-    is the callback of a batch, and is added when the batch with the job's own id has ended.
+    `coalesce`, `group` and `unique` are the options of those names; `coalesce` begins with the kind. `batch` is the id,
+    in hex, of the batch that the job is in. `opens_batch`: the job is the callback of a batch, and is added when the
+    batch with the job's own id has ended.
     """
 
     coalesce: str | None = None
@@ -58,7 +60,7 @@ class JobKeys(msgspec.Struct, frozen=True, gc=False):
 class NewJob(msgspec.Struct, frozen=True, eq=False):
     """A job that is not enqueued yet. Make one with `kind.job(...)`.
 
-    Its arguments are encoded at the call: changing a list afterwards does not change the job.
+    That call encodes the arguments: changing a list afterwards does not change the job.
     """
 
     envelope: JobEnvelope
@@ -96,7 +98,7 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         return bool(self.entities) or any(each.entities for each in self.followers)
 
     def complete(self) -> "NewJob":
-        """Return the job and its followers with the present primary keys of their entities, which must have one each.
+        """Return the job and its followers with the present primary keys of their entities; each entity must have one.
 
         Raises:
             EnqueueError: an entity was deleted, and its parameter does not allow None.
@@ -169,7 +171,10 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
 
 
 def _refuse_unique_between(followers: "tuple[NewJob, ...]") -> None:
-    """Refuse a chain that could silently end at a follower that is not added because another job has its key."""
+    """Refuse a chain in which a follower other than the last one has a unique key.
+
+    If another job had the key, the follower would not be added, and the chain would silently end there.
+    """
     for each in followers[:-1]:
         if has_unique_key(each):
             raise ArgumentError(
@@ -182,7 +187,7 @@ def refuse_coalesced(new: NewJob, what: str) -> None:
     """Refuse a coalesced job: another job's run may replace it, and its followers or batch would be lost.
 
     Raises:
-        ArgumentError: it is coalesced; `what` names the role that it cannot have.
+        ArgumentError: the job is coalesced; `what` names the role, such as a batch's member, that it cannot have.
     """
     # Keys that depend on primary keys of pending entities are checked when these are known.
     if not callable(new.keys) and new.keys is not None and new.keys.coalesce is not None:
@@ -224,7 +229,7 @@ def _check_chain(kind: str, followers: tuple[NewJob, ...]) -> None:
 
 
 class UniqueAnswer:
-    """The outcome of adding a unique job, known when its key is taken: at the flush, or in a handler at COMMIT."""
+    """The outcome of adding a unique job, read by its handle: known at the flush, or in a handler at COMMIT."""
 
     __slots__ = ("added", "existing_id")
 
@@ -238,7 +243,7 @@ class UniqueAnswer:
 
 
 class UniqueJob(NewJob, frozen=True, eq=False, kw_only=True):
-    """A job in a session that has a unique key, or that may get one when its entities have primary keys."""
+    """A job in a session with a unique key, or with one that is known only when its entities have primary keys."""
 
     answer: UniqueAnswer
 
@@ -250,7 +255,7 @@ class UniqueJob(NewJob, frozen=True, eq=False, kw_only=True):
         return self.keys.unique
 
     def complete(self) -> NewJob:
-        """Return the job with all of its arguments: as a plain `NewJob` if it turns out to have no unique key."""
+        """Return the job with the primary keys of its entities; as a plain `NewJob` if it then has no unique key."""
         completed = super().complete()
         keys = completed.keys
         if callable(keys) or keys is None or keys.unique is None:
@@ -265,7 +270,7 @@ def has_unique_key(new: NewJob) -> bool:
 
 
 def with_answer(new: NewJob) -> UniqueJob:
-    """Return the job as a `UniqueJob` with its own place for the outcome, because one `NewJob` may be added twice."""
+    """Return the job as a `UniqueJob` with its own `UniqueAnswer`, because one `NewJob` may be added twice."""
     if isinstance(new, UniqueJob):
         return new
     return _unique(new, UniqueAnswer())

@@ -15,14 +15,17 @@ MAX_DELAY = timedelta(days=36_500)
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The handler finished: its rows are committed together with the removal of the job. Returning None means this."""
+    """An outcome: the handler has finished, and its rows are committed together with the removal of the job.
+
+    Returning None means the same.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Run again after `delay` (None: the handler's backoff). Counts as an attempt; the handler's rows are undone.
+    """An outcome: run the job again after `delay` (None: the handler's backoff); the handler's rows are undone.
 
-    After the last attempt the job becomes a dead letter, as after an error.
+    Counts as an attempt. After the last attempt the job becomes a dead letter, as after an error.
     """
 
     delay: timedelta | None = None
@@ -35,7 +38,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Snooze:
-    """Run again after `delay` without counting an attempt. The handler's rows are undone."""
+    """An outcome: run the job again after `delay`, without counting an attempt. The handler's rows are undone."""
 
     delay: timedelta
 
@@ -45,14 +48,14 @@ class Snooze:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Give up at once: the job moves to the dead letters with `reason`. The handler's rows are undone."""
+    """An outcome: give up at once; the job moves to the dead letters with `reason`. The handler's rows are undone."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Drop the job without a dead letter. The handler's rows are undone; `reason` is logged."""
+    """An outcome: drop the job without a dead letter. The handler's rows are undone; `reason` is logged."""
 
     reason: str
 

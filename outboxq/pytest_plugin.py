@@ -1,6 +1,6 @@
 """Fixtures for users' tests: a PostgreSQL server per test session, a database with outboxq's tables per test.
 
-pytest imports this module in every project where outboxq is installed, so the fixtures import everything else.
+pytest imports this module in every project where outboxq is installed, so only the fixtures import the rest of outboxq.
 
 To have your own tables in each database, override the session fixture `outboxq_prepare`:
 
@@ -32,7 +32,7 @@ class _WorkerNode(Protocol):
 
 @pytest.fixture(scope="session")
 def outboxq_server(request: pytest.FixtureRequest) -> "Iterator[Server]":
-    """The PostgreSQL server of this test session: `OUTBOXQ_TEST_DATABASE_URL`, else one that is started."""
+    """The PostgreSQL server of this test session: that of `OUTBOXQ_TEST_DATABASE_URL`, or one that is started."""
     from outboxq import config
     from outboxq.postgres import find_server
 
@@ -46,7 +46,10 @@ def outboxq_server(request: pytest.FixtureRequest) -> "Iterator[Server]":
 
 @pytest.fixture(scope="session")
 def outboxq_prepare() -> Callable[[str], None]:
-    """Return a function that fills the template of every test's database: by default only with outboxq's tables."""
+    """Return a function that makes the tables of the template database; by default outboxq's tables only.
+
+    Each test's database is a copy of the template.
+    """
     from sqlalchemy import create_engine
 
     from outboxq.migrations.runner import migrate
@@ -62,7 +65,7 @@ def outboxq_prepare() -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def outboxq_template(outboxq_server: "Server", outboxq_prepare: Callable[[str], None]) -> str:
-    """The name of the prepared template database."""
+    """The name of the template database from which each test's database is copied."""
     return outboxq_server.create_template(outboxq_prepare)
 
 
@@ -96,7 +99,7 @@ def pytest_runtest_teardown() -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: _WorkerNode) -> None:
-    """Record the PostgreSQL that a worker of pytest-xdist has used, for this process's summary."""
+    """Record which PostgreSQL a worker of pytest-xdist has used, for the summary at the end."""
     source = getattr(node, "workeroutput", {}).get(_WORKER_SOURCE)
     if isinstance(source, str):
         node.config.stash[_SOURCE] = source

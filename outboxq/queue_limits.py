@@ -50,7 +50,8 @@ class Rate:
 class QueueLimits:
     """The limits of a queue: jobs that run at a time, in all and of each group, and jobs that begin in a period.
 
-    None for no limit; `rate_jobs`, `rate_seconds` and `rate_burst` are those of a `Rate`, all three or none.
+    None means no limit. `rate_jobs`, `rate_seconds` and `rate_burst` are the fields of a `Rate`: all three are set, or
+    none.
     """
 
     running: int | None = None
@@ -161,7 +162,7 @@ def _check(what: str, given: int | None, most: int) -> None:
 
 
 def parse_keep(text: str) -> float:
-    """Return the time for which dead letters are kept, in seconds, from `30d`, `12h`, `90m` or the like; 0: `forever`.
+    """Return the time for which dead letters are kept, in seconds, from a text such as `30d` or `90m`; 0 for `forever`.
 
     Raises:
         ArgumentError: the text is no time, or the time is below a minute or over 3,653 days.
@@ -187,7 +188,10 @@ def keep_text(seconds: float) -> str:
 
 
 def kept_in_words(seconds: float | None) -> str:
-    """Return the words after a queue's name that say how long it keeps dead letters; None: the declared time."""
+    """Return words that follow a queue's name in a message, such as "keeps dead letters for 30d".
+
+    `seconds` is 0 if they are kept for ever, and None if the application's declaration decides.
+    """
     if seconds is None:
         return "keeps dead letters as the application declares"
     return f"keeps dead letters {f'for {keep_text(seconds)}' if seconds else 'for ever'}"

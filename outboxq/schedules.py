@@ -63,7 +63,7 @@ def put(
     """Make a schedule, or change the one of this name.
 
     A paused schedule stays paused. Its next due time changes only if `cron`, `every` or `time_zone` does, or if it is
-    later than it can be, because the database's clock was ahead when it was computed.
+    too late, because the database's clock was ahead when the time was computed.
 
     Args:
         name: 1 to 255 bytes.
@@ -169,7 +169,7 @@ def list_schedules(
 def list_schedules(
     connection: SyncTarget | AsyncTarget, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
 ) -> list[Schedule] | Coroutine[Any, Any, list[Schedule]]:
-    """The schedules, of this queue or kind, by name; `limit` of them at most."""
+    """Return the schedules of this queue or kind, or all, sorted by name; `limit` of them at most."""
     return run_on(
         connection,
         lambda it: admin.list_schedules(it, queue=queue, kind=kind, limit=limit),

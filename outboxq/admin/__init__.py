@@ -1,1 +1,1 @@
-"""Operators' work on waiting jobs, dead letters, queues, messages and effects; the command line is built on it."""
+"""Functions by which operators list and change jobs, queues, schedules and effects; the command line calls them."""

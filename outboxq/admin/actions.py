@@ -2,8 +2,8 @@
 
 The command line, the dashboard and your own code call them.
 
-Methods that take `begin` run their own transactions, each for a page of 200 rows at most. The other methods work in the
-caller's transaction, which also commits or rolls back the audit's row.
+Methods that take `begin` run their own transactions. The other methods work in the caller's transaction, and write the
+audit's row in it, so that the action and its row are committed or rolled back together.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,15 +43,16 @@ from outboxq.queue_limits import QueueLimits
 
 
 class Actions:
-    """The actions of one operator; each is recorded in the audit with this operator (`actor`) and this reason.
+    """Does an operator's actions, such as retrying jobs, and records each in the audit, the table of who did what.
 
-    If the table `audit` is missing or this role may not write it, actions are done without a record, and `warn` is
-    called once.
+    If the table `audit` is missing or the database role may not write it, actions are done without a record, and `warn`
+    is called once.
 
     Args:
+        actor: The operator, who is recorded with each action.
         reason: Why, in the actor's words: up to 2,000 bytes, kept in the audit.
-        warn: Called with a sentence if the audit cannot be written, or if a rolled back change leaves marks in jobs'
-            rows that make these jobs run alone for once.
+        warn: Called with a sentence if the audit cannot be written, or if a change was rolled back and has left marks
+            in jobs' rows: a marked job runs alone the next time.
 
     Raises:
         ArgumentError: a reason that cannot be stored.
@@ -74,10 +75,11 @@ class Actions:
         most: int | None = None,
         on_page: Callable[[Total], None] = lambda _: None,
     ) -> Total:
-        """Retry or discard dead letters, cancel or change jobs: all that match a filter, or have these ids.
+        """Do an action on many rows: retry or discard dead letters, cancel or change jobs, chosen by a filter or ids.
 
-        Rows that another transaction has locked are not changed (`Total.held`). After an error the changes of the
-        committed pages stay; the audit's row records the progress, and `resume` continues from there.
+        The rows are changed in pages of 200 or fewer, each in its own transaction. Rows that another transaction has
+        locked stay unchanged, and are in `Total.held`. After an error the changes of the committed pages stay; the
+        audit's row records the progress, and `resume` continues from there.
 
         Args:
             begin: Begins a transaction at READ COMMITTED, committed at the end of its block.
@@ -87,12 +89,13 @@ class Actions:
                 `check_args` of a resolved registry.
             entry: The id for the action's row in the audit. If a row has this id already, the table's primary key
                 refuses the action before it has changed anything.
-            expected: The number of rows that an earlier preview counted; not needed if `action` is a `Preview`.
+            expected: The number of rows that an earlier preview counted, for the audit; not needed if `action` is a
+                `Preview`.
             most: The most rows that the action may change; None for no bound.
-            on_page: Called after each page (200 rows or fewer) with the totals so far.
+            on_page: Called after each page with the totals so far.
 
         Raises:
-            RunElsewhere: another process has taken the action over.
+            RunElsewhere: another process has taken the action over, by `resume`.
             RunNotResumable: the next page might change more rows than `most`.
             AuditNotFound: the action's row was deleted from the audit in the meantime.
             PayloadError, UnknownKind: `check` has refused the arguments; nothing was done.
@@ -116,30 +119,33 @@ class Actions:
         most: int | None = None,
         on_page: Callable[[Total], None] = lambda _: None,
     ) -> Total:
-        """Go on with an action of `run` that was stopped or cut off, after its last committed page.
+        """Continue an action of `run` after its last committed page, if it was stopped or cut off.
 
-        A process that still works on the action ends at its next page, with `RunElsewhere`.
+        If another process still works on the action, its `run` ends at the next page, with `RunElsewhere`.
 
         Args:
             entry: The id of the action's row in the audit.
             args: The new arguments, if the action changes arguments: the audit does not keep them.
-            check: As `run` takes it.
-            most: As `run` takes it; rows that the action has changed before count too.
+            check: Checks `args`: called with each kind of the chosen jobs and `args`.
+            most: The most rows that the action may change, including rows that it has changed before; None for no
+                bound.
+            on_page: Called after each page with the totals so far.
 
         Raises:
             AuditNotFound: no action has this id.
             RunNotResumable: the action has ended, was not a change of many rows, or may change more than `most`.
             RunElsewhere: another process is changing a page of the action, or has taken it over.
-            ArgumentError: the action changes arguments and `args` is missing, or the reverse.
+            ArgumentError: the action changes arguments and `args` is missing, or it changes none and `args` is given.
         """
         run = bulk.resume(begin, self._journal, entry, args=args, check=check, warn=self._warn, most=most)
         return run.run(on_page)
 
     def stop(self, connection: Connection, entry: UUID) -> bulk.Stopped:
-        """Stop an action of `run` before its next page, once the transaction commits.
+        """Stop an action of `run` before its next page; the stop takes effect when the caller's transaction commits.
 
         Returns:
-            `stopped`; `stopped already`, if an operator had stopped it before; `over`, if it has ended by itself.
+            `stopped` if this call stops the action; `stopped already` if an earlier call has; `over` if the action has
+            ended.
 
         Raises:
             AuditNotFound: no action has this id.
@@ -147,10 +153,12 @@ class Actions:
         return bulk.stop(connection, self._journal, entry)
 
     def terminate(self, begin: Begin, job_id: UUID, outcome: cancellation.CancelOutcome = "discard") -> bool:
-        """End the backend whose transaction runs a job, or end its lease; return True if either was done.
+        """End a running job by force: end the backend of its transaction, or its lease; return True if either was done.
 
-        No rollback can undo this, so the audit's row is committed before the backend is ended: a row without
-        `finished_at` means that the backend may have been ended.
+        No rollback can undo this, so the audit's row is committed first. If that row has no `finished_at`, the backend
+        may or may not have been ended.
+
+        `outcome`: "discard" to delete the job, "dead" to make it a dead letter.
         """
         with begin() as connection:
             entry = self._journal.announce(connection, "job.terminate", str(job_id), {"outcome": outcome})
@@ -161,7 +169,7 @@ class Actions:
         return ended
 
     def keeps_audit(self, connection: Connection) -> bool:
-        """Return True if actions are written into the audit; `warn` is called if they are not."""
+        """Return True if actions are written into the audit; if they are not, the first call calls `warn`."""
         return self._journal.may_write(connection)
 
     def pause_queues(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
@@ -179,9 +187,10 @@ class Actions:
     def set_limits(
         self, connection: Connection, names: Sequence[str], limits: QueueLimits, drop: Collection[queues.Limit] = ()
     ) -> tuple[str, ...]:
-        """Set limits of queues, and remove those of `drop`; return the queues whose limits have changed.
+        """Set limits of queues, and remove the limits named in `drop`; return the queues whose limits have changed.
 
-        The arguments are those of `queues.set_limits`.
+        A limit that is None in `limits` stays as it is. In place of a removed limit, the one that the application
+        declares applies, if any.
         """
         changed = queues.set_limits(connection, names, limits, drop)
         change = {name: getattr(limits, name) for name in limits.__slots__}
@@ -191,7 +200,8 @@ class Actions:
     def keep_dead(self, connection: Connection, names: Sequence[str], seconds: float | None) -> tuple[str, ...]:
         """Set for how long relays keep dead letters of these queues; return the queues whose setting has changed.
 
-        `seconds`: 0 for ever, None as the application declares; the range is that of `queues.keep_dead`.
+        `seconds`: from one minute to ten years; 0 to keep dead letters for ever, None to keep them as the application
+        declares.
         """
         changed = queues.keep_dead(connection, names, seconds)
         self._record(connection, "queue.keep_dead", names, len(changed), {"seconds": seconds})
@@ -206,7 +216,8 @@ class Actions:
     def resume_kinds(self, connection: Connection, queue: str, names: Sequence[str]) -> tuple[str, ...]:
         """Allow relays to run jobs of these kinds again.
 
-        Call `kinds.bring_back` after the commit, so that jobs that relays have put off need not wait longer.
+        During the pause, relays have put off jobs of these kinds by up to five minutes. To have these jobs run at once,
+        call `kinds.bring_back` after the commit.
 
         Returns:
             The kinds that this call has resumed.
@@ -216,14 +227,14 @@ class Actions:
         return changed
 
     def put_schedule(self, connection: Connection, new: schedules.NewSchedule) -> schedules.Schedule:
-        """Make a schedule, or change the schedule of this name; return it as stored."""
+        """Make a schedule, or change the schedule of the same name; return the stored schedule."""
         made, changed = schedules.put_and_count(connection, new)
         change = {"kind": made.kind, "queue": made.queue, "cron": made.cron, "time_zone": made.time_zone}
         self._record(connection, "schedule.put", [made.name], changed, {**change, "args": "not kept"})
         return made
 
     def pause_schedules(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-        """Keep relays from adding jobs of these schedules; return the schedules that no operator had paused already."""
+        """Keep relays from adding jobs of these schedules; return those that no operator had paused already."""
         changed = schedules.pause(connection, names)
         self._record(connection, "schedule.pause", names, len(changed))
         return changed
@@ -235,7 +246,7 @@ class Actions:
         return changed
 
     def remove_schedules(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-        """Delete schedules; the jobs that they added stay. Returns the names of the deleted schedules."""
+        """Delete schedules, but not the jobs that they added; return the names of the deleted schedules."""
         changed = schedules.remove(connection, names)
         self._record(connection, "schedule.remove", names, len(changed))
         return changed
@@ -243,7 +254,9 @@ class Actions:
     def adopt_schedules(
         self, connection: Connection, names: Sequence[str], owner: str | None = None
     ) -> tuple[str, ...]:
-        """Make the registry `owner`, or operators if it is None, the owner of these schedules.
+        """Make a registry the owner of these schedules, for example after the registry was renamed.
+
+        `owner`: the registry's name; None to make operators the owners.
 
         Returns:
             The names of the schedules whose owner has changed.
@@ -276,8 +289,9 @@ class Actions:
     ) -> effects.EffectRecord:
         """Record an operator's verdict on a call with an unknown outcome: the other side applied it, or did not.
 
-        Returns the effect as it is now. The audit keeps the verdict without the result. Errors are those of
-        `effects.resolve_effect`.
+        Returns the effect as it is now. The audit keeps the verdict without the result.
+
+        `keep`: the time for which the effect is remembered. Errors are those of `effects.resolve_effect`.
         """
         found = effects.resolve_effect(connection, scope, key, verdict, keep=keep)
         self._record(connection, "effect.resolve", [f"{scope}/{key}"], 1, _verdict(verdict))
@@ -291,7 +305,11 @@ class Actions:
         *,
         keep: timedelta = DEFAULT_RETENTION,
     ) -> effects.Resolved:
-        """Record the same verdict on several effects, with one row in the audit; see `effects.resolve_effects`."""
+        """Record one verdict on several effects with an unknown outcome, with one row in the audit for all of them.
+
+        `named`: the effects, as `effects.find_unresolved` returns them. Effects that are settled, or being called, by
+        now stay as they are.
+        """
         done = effects.resolve_effects(connection, named, verdict, keep=keep)
         targets = [f"{each.scope}/{each.key}" for each in done.resolved]
         if targets:
@@ -299,7 +317,7 @@ class Actions:
         return done
 
     def forget_messages(self, connection: Connection, consumer: str, message_ids: Sequence[str]) -> messages.Forgotten:
-        """Delete the records of accepted messages of a consumer: if delivered again, they are accepted again."""
+        """Delete records of messages that a consumer has accepted, so that redelivered messages are accepted again."""
         done = messages.forget_messages(connection, consumer, message_ids)
         changed, held = len(done.forgotten), len(done.held)
         self._record(connection, "message.forget", message_ids, changed, {"consumer": consumer}, held=held)
@@ -308,12 +326,13 @@ class Actions:
     def prune_audit(self, begin: Begin, age: timedelta) -> int:
         """Delete rows of the audit that are older than `age`; return the number of deleted rows.
 
-        A transaction deletes up to 1,000 rows. Rows of bulk changes that have not ended stay.
+        A transaction deletes up to 1,000 rows. Rows of changes of many rows that have not ended stay, because those
+        changes can be resumed.
         """
         return audit.prune(begin, self._journal, age)
 
     def renew_installation(self, connection: Connection) -> installation.NewInstallation:
-        """Give a copied database a new installation id, so that its calls to other services use new keys."""
+        """Give a copied database a new installation id, so that it does not send the original's idempotency keys."""
         made = installation.renew_installation(connection)
         self._record(connection, "installation.renew", [str(made.id)], made.forgotten + made.doubted)
         return made
@@ -331,7 +350,8 @@ class Actions:
         """Write a finished action into the audit, in the caller's transaction, which also does the action.
 
         Args:
-            targets: The changed things: a single one goes into the column `target`, several go into `filter`.
+            targets: The ids or names of the changed things: one goes into the column `target`, several go into
+                `filter`.
             changed: The number of changed things.
             change: The new values.
             held: The number of things that another transaction had locked.
@@ -342,5 +362,5 @@ class Actions:
 
 
 def _verdict(verdict: effects.Verdict) -> dict[str, object]:
-    """Return the part of a verdict that the audit keeps: applied or not. The result, users' data, is left out."""
+    """Return the part of a verdict that the audit keeps: applied or not, without the result, which is users' data."""
     return {"verdict": "applied" if isinstance(verdict, effects.WasApplied) else "not applied"}

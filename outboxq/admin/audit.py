@@ -1,7 +1,8 @@
-"""The audit: a table of who did what, when and why. Each row is written in the transaction of the action.
+"""The audit: a table of who did what, when and why.
 
-A row exists if and only if the change does. It names the changed things, and contains no arguments, results, headers or
-error texts of jobs.
+Each row is written in the transaction of the action, so it exists if and only if the change does. Only the row of an
+action that no rollback can undo is committed before the action. A row names the changed things, and contains no
+arguments, results, headers or error texts of jobs.
 """
 
 import logging
@@ -46,7 +47,11 @@ _UNWRITTEN = {
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """The person or program that acts: name, role in the application (if it has roles), and interface (`via`).
+    """The person or program that does operators' actions; the audit records it in the row of each action.
+
+    Attributes:
+        role: The actor's role in the application, if it has roles.
+        via: The interface: "cli" (command line), "web" (dashboard) or "api" (code).
 
     Raises:
         InvalidKey: a name or a role that is empty, over 255 bytes, or has control characters.
@@ -70,13 +75,13 @@ class AuditEntry:
     """A row of the audit: an action that an operator did or began.
 
     Attributes:
-        finished_at: None for a change of many rows that goes on, was stopped or was cut off, and for an action that may
-            have been done.
-        action: Such as `dead.retry`.
+        finished_at: When the action ended. None for a change of many rows that goes on, was stopped or was cut off, and
+            for an action of which only the beginning was recorded.
+        action: The name of the action, such as `dead.retry`.
         target: The changed thing, such as a job's id; None for several things, which are in `AuditDetail.filter`.
         expected: How many rows the preview counted; None without a preview.
-        changed: How many rows were changed; `held`, how many were left unchanged because another transaction had locked
-            them.
+        changed: How many rows were changed.
+        held: How many rows were left unchanged, because another transaction had locked them.
         error: Why a change of many rows ended early, if it did: the type of the error and its SQLSTATE.
     """
 
@@ -99,7 +104,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class AuditDetail:
-    """A row of the audit with all of its columns; `filter` and `change` are JSON text.
+    """A row of the audit with all of its columns, as `show_audit` returns it; `filter` and `change` are JSON text.
 
     Attributes:
         position: The id of the last row that a change of many rows has read; a resumed change goes on after it.
@@ -116,10 +121,10 @@ class AuditDetail:
 
 
 class Journal:
-    """Writes the actions of one actor into the audit.
+    """Writes the actions of one actor into the audit, for `Actions` and for changes of many rows.
 
-    If the table `audit` is missing, or this role may not write it, `warn` is called once, and actions are done without
-    a record.
+    If the table `audit` is missing, or the database role may not write it, `warn` is called once, and actions are done
+    without a record.
 
     Args:
         reason: Why, in the actor's words: up to 2,000 bytes.
@@ -169,7 +174,7 @@ class Journal:
     def announce(
         self, connection: Connection, action: Action, target: str | None, change: Mapping[str, object] | None = None
     ) -> UUID | None:
-        """Write an action that no rollback can undo into the audit, before it is done; `finish` completes the row.
+        """Write the row of an unfinished action, such as one that no rollback can undo; `finish` completes the row.
 
         Returns:
             The id of the audit's row, for `finish`; None if this role cannot write the audit.
@@ -233,9 +238,9 @@ def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, lim
 
 
 def last_action_on(connection: Connection, target: str) -> AuditEntry | None:
-    """Return the latest action on `target`, alone or with others; None if the last 10,000 actions have none.
+    """Return the latest action that changed `target` (the id or name of a thing), alone or with others.
 
-    Also None if this role may not read the audit.
+    None if there is none among the last 10,000 actions, or if this role may not read the audit.
     """
     if not connection.execute(statements.may_read(mapped_schema(connection))).scalar_one():
         return None
@@ -260,8 +265,8 @@ def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
 def prune(begin: Begin, journal: Journal, age: timedelta) -> int:
     """Delete rows of the audit that are older than `age`, 1,000 in a transaction; return the number of deleted rows.
 
-    Rows of changes that have not ended stay, because these can be resumed. The deletion has a row in the audit too,
-    which counts the deleted rows.
+    Rows of changes that have not ended stay, because these changes can be resumed. The deletion is recorded in the
+    audit too, with the number of deleted rows.
     """
     with begin() as connection:
         before = database_clock(connection) - age

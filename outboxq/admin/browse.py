@@ -42,11 +42,12 @@ BULK_ACTIONS = ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running"
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[Thing]):
-    """A page of a list, and the id after which the next page begins.
+    """A page of a list, as the functions of this module return it, and the id after which the next page begins.
 
     Attributes:
-        before: The next page begins after this id; None if this page is the last.
-        is_cut: True if the search had read `depth` rows before the page was full: the next page may have more.
+        before: The id to pass as `before` for the next page; None if this page is the last.
+        is_cut: True if the page is not full, because the search ended after the most rows that it may read: the next
+            page may have more.
     """
 
     rows: Sequence[Thing]
@@ -73,7 +74,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The database's time, and the state of its server.
+    """The database's time, and the state of its server, for the dashboard's pages to show.
 
     `is_read_only`: the server accepts no changes. `standby_delay_seconds`: the age of a standby's data; None for a
     primary.
@@ -103,7 +104,7 @@ def read_moment(connection: Connection) -> Moment:
 
 
 def read_wanted(text: str) -> Wanted:
-    """Parse a search such as `order_id:7` or `customer.id:"7"`.
+    """Parse a search in the arguments of jobs, such as `order_id:7` or `customer.id:"7"`.
 
     A value without quotes is searched as text, and also as the number, true or false that it spells.
 
@@ -142,7 +143,7 @@ def find_jobs(
     Args:
         contains: Only jobs whose arguments match this search.
         args_bytes: The arguments of a job are returned if they have no more bytes than this.
-        before: Only jobs with lower ids: `before` of the last page.
+        before: Only jobs with lower ids than this: `Found.before` of the previous page.
         depth: The most rows to read.
     """
     documents = [] if contains is None else contains.documents
@@ -162,10 +163,10 @@ def find_seen(
     limit: int,
     depth: int = DEPTH,
 ) -> Found[Thing]:
-    """Return a page of those rows that the viewer may see, so that the page does not reveal that other rows exist.
+    """Return a page of the rows that the viewer may see, without revealing that hidden rows exist.
 
-    For that, the next page begins after a visible row, or after exactly `depth` rows, and never after a row because it
-    was hidden.
+    The place where the next page begins must not depend on hidden rows. So it is after the last row of a full page, and
+    otherwise after exactly `depth` rows, visible or hidden.
 
     Args:
         find: Returns a page of rows, visible or not, with ids below the given one.
@@ -192,7 +193,7 @@ def read_documents(
 ) -> dict[UUID, tuple[str, str]]:
     """Return `{id: (arguments, headers)}` of jobs or dead letters, as JSON texts.
 
-    Left out are rows that do not exist any more, and rows with arguments or headers of more than `most_bytes`.
+    Rows that do not exist any more are left out, and rows with arguments or headers of more than `most_bytes`.
     """
     rows = connection.execute(statements.documents_of(_ROWS[of], ids, most_bytes=most_bytes))
     return {row_id: (args, headers) for row_id, args, headers in rows}
@@ -251,7 +252,7 @@ def find_effects(
 ) -> list[EffectRecord]:
     """Return a page of the effects that match, ordered by scope and key.
 
-    `after`: the scope and key of the last effect of the page before.
+    `after`: the scope and key of the last effect of the previous page.
     """
     rows = connection.execute(statements.effects_after(wanted, after=after, limit=limit, depth=depth))
     return [EffectRecord(*row) for row in rows]
@@ -272,7 +273,7 @@ def latest_messages(
 def read_gauges(connection: Connection, queue: str | None = None, *, seconds: float = 3_600.0) -> list[Gauge]:
     """Return the numbers of jobs by state at each minute of the last `seconds`, the oldest first.
 
-    They are those of one queue, or with None those of all queues together.
+    `queue`: the queue whose jobs are counted; None for all queues together.
     """
     return [Gauge(*row) for row in connection.execute(statements.gauges_since(queue, seconds_ago=seconds))]
 

@@ -1,9 +1,10 @@
 """Change many rows by a filter: preview the change, then do it page by page, each page in its own transaction.
 
-The transaction of a page (200 rows or fewer) also updates the change's row in the audit: if the process ends, or the
-answer to a COMMIT is lost, that row shows the finished part, and the row after which to go on. The audit's row also
-keeps two processes from working on one change: a process that takes the change over increases the number `resumed`, and
-the former process, which finds another number than it knows, ends at its next page.
+The transaction of a page (200 rows or fewer) also updates the change's row in the audit. If the process ends, or the
+answer to a COMMIT is lost, that row shows the finished part, and the row after which to go on.
+
+The audit's row also keeps two processes from working on one change: a process that takes the change over increases the
+number `resumed`, and the former process ends at its next page, because it finds another number than it knows.
 """
 
 import contextlib
@@ -44,13 +45,13 @@ Stopped: TypeAlias = Literal["stopped", "stopped already", "over"]
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """The rows that an action would change, counted and sampled, before the action is run.
+    """The rows that an action would change, as `preview` counts and samples them for an operator.
 
     Attributes:
         action: The action to run: the previewed one, restricted to rows that existed at the preview.
-        kinds: How many rows it would change, by queue and kind.
+        kinds: How many rows the action would change, by queue and kind.
         is_capped: True if more rows match than the argument `most` of `preview`, so that not all were counted.
-        samples: Some of the rows, to be shown to the operator.
+        samples: Some of the rows.
     """
 
     action: BulkAction
@@ -66,14 +67,14 @@ class Preview:
 
 @dataclass(slots=True)
 class Total:
-    """The totals of an action over its pages so far: the number of changed rows, and the ids of rows not changed.
+    """The outcome of an action over its pages so far: the number of changed rows, and the ids of rows not changed.
 
     Attributes:
         held: Rows that were not changed, because another transaction had locked them.
         refused: Rows that cannot be changed in this way, such as a job of a group that was to get another priority.
         key_taken: Dead letters that were not retried, because a job that waits or runs has their unique key.
         not_found: Chosen ids that no row has.
-        requested: Jobs that run, counted in `changed`, for which a cancellation was requested from their relays.
+        requested: Running jobs whose relays were requested to end them; `changed` counts these jobs too.
         is_stopped: True if an operator has stopped the action before its end.
         entry: The id of the action's row in the audit; None if none is written.
     """
@@ -104,7 +105,9 @@ def preview(
     samples: int = SAMPLES,
     seconds: float = math.inf,
 ) -> Preview:
-    """Count the rows that an action would change, and return some of them. Reads only, and locks nothing.
+    """Count the rows that an action would change, and sample some, to show both to an operator before the change.
+
+    Only reads, and locks nothing.
 
     Args:
         most: The most rows to count; None for all.
@@ -126,12 +129,13 @@ def preview(
 
 
 class BulkRun:
-    """An action on many rows that is to be run page by page, with its row in the audit.
+    """Runs an action on many rows, new or resumed, page by page, and records its progress in the audit.
 
     Args:
         begin: Begins a transaction; called for each search for the next page's rows, and for each change of a page.
         action: The action, as in `Preview.action`: it excludes rows that were added after the preview.
         expected: How many rows the preview has counted.
+        warn: Called with a sentence if a rolled back page may have left marks in jobs' rows.
         follows: The audit's row of the interrupted action that is to be resumed; None for a new action.
         entry: The id for the action's row in the audit; a second action with the same id is refused.
         most: The most rows that the action may change, including those changed before it was resumed; None for all.
@@ -168,7 +172,8 @@ class BulkRun:
         """Change page after page, each in its own transaction, until no row is left or an operator stops the action.
 
         After an error the committed pages stay, and the error is recorded in the audit's row. If the answer to the
-        first COMMIT is lost, a note on the error has the id of the audit's row.
+        first COMMIT is lost, a note on the error has the id of the audit's row, which exists if that page was
+        committed.
 
         Raises:
             RunElsewhere: another process has taken the action over.
@@ -194,9 +199,9 @@ class BulkRun:
             raise
 
     def _find(self) -> Sequence[UUID]:
-        """Return the ids of the next page's rows, in a transaction before the one that changes them.
+        """Return the ids of the next page's rows, read in a transaction before the one that changes these rows.
 
-        If the change is rolled back, these ids show which rows may have been left with marks.
+        So the ids are known if the change is rolled back: the jobs may then have marks that must be cleared.
         """
         after = self._position
         if self._ids is not None:
@@ -285,13 +290,13 @@ def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> 
 
 @missing_tables_explained()
 def stop(connection: Connection, journal: Journal, entry: UUID) -> Stopped:
-    """Stop a change of many rows before its next page; it takes effect when the caller's transaction commits.
+    """Stop a change of many rows before its next page; the stop takes effect when the caller's transaction commits.
 
-    Waits for the end of a page that is being changed.
+    If a page is being changed, the call waits for its end.
 
     Returns:
-        `stopped` if this call stops the change, `stopped already` if an operator had stopped it before, `over` if it
-        had ended.
+        `stopped` if this call stops the change, `stopped already` if an operator had stopped it before, `over` if the
+        change had ended.
 
     Raises:
         AuditNotFound: no action has this id.
@@ -315,18 +320,18 @@ def resume(
 ) -> BulkRun:
     """Take over a change of many rows that was stopped or cut off; call `run` of the result to go on with it.
 
-    It goes on after the last committed page. A process that still works on the change ends at its next page.
+    The change goes on after its last committed page. A process that still works on it ends at its next page.
 
     Args:
         args: The new arguments, if the action changes arguments: the audit does not keep them.
         check: Checks `args`: called with each kind of the chosen jobs and `args`.
-        most: As `BulkRun` takes it.
+        most: The most rows to change, including those changed before; None for no bound.
 
     Raises:
         AuditNotFound: no action has this id.
         RunNotResumable: the change has ended, or was not a change of many rows.
         RunElsewhere: another process is changing a page at this moment.
-        ArgumentError: the action changes arguments and `args` is missing, or the reverse.
+        ArgumentError: the action changes arguments and `args` is missing, or it changes none and `args` is given.
     """
     with begin() as connection:
         row = connection.execute(statements.lock_entry(entry, skip_locked=True)).one_or_none()

@@ -1,4 +1,7 @@
-"""Actions on many rows: each finds its next rows, changes them, and describes its change for the audit."""
+"""Actions on many rows, which `admin.bulk` runs page by page.
+
+Each finds its next rows, changes them, and describes its change for the audit.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -36,7 +39,7 @@ class _OfDead:
         return self.wanted.ids
 
     def until(self, moment: datetime) -> Self:
-        """Return the same action, restricted to dead letters that died before `moment`."""
+        """Return the same action, restricted to dead letters that died by `moment`, to leave out later ones."""
         return replace(self, wanted=replace(self.wanted, died_before=moment))
 
     def find(self, connection: Connection, after: UUID | None) -> tuple[UUID, ...]:
@@ -53,13 +56,13 @@ class _OfDead:
         )
 
     def sample(self, connection: Connection, limit: int) -> Sequence[DeadJob]:
-        """Return up to `limit` of the dead letters that match, to be shown."""
+        """Return up to `limit` of the dead letters that match, to be shown to the operator."""
         return dead_letters.sample(connection, self.wanted, limit)
 
 
 @dataclass(frozen=True, slots=True)
 class RetryDead(_OfDead):
-    """Turns dead letters into ready jobs again, with new arguments if `args` is given."""
+    """Turns dead letters into ready jobs again, with new arguments if `args` (JSON text) is given."""
 
     args: str | None = field(default=None, repr=False)
 
@@ -67,12 +70,12 @@ class RetryDead(_OfDead):
     to_retry: ClassVar[bool] = True
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Turn these dead letters into ready jobs, except those that no longer match; return the outcome by ids."""
+        """Turn these dead letters into ready jobs, except those that no longer match; return the ids by outcome."""
         return dead_letters.retry_page(connection, replace(self.wanted, ids=tuple(ids)), limit=len(ids), args=self.args)
 
     @property
     def change(self) -> dict[str, object] | None:
-        """The description of the change for the audit: a note that `args` are not kept; None without `args`."""
+        """The change as the audit describes it: a note that new arguments are not kept; None without new arguments."""
         return None if self.args is None else {"args": NOT_KEPT}
 
 
@@ -85,7 +88,7 @@ class DiscardDead(_OfDead):
     change: ClassVar[None] = None
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Delete these dead letters, except those that no longer match; return the outcome by ids."""
+        """Delete these dead letters, except those that no longer match; return the ids by outcome."""
         return dead_letters.discard_page(connection, replace(self.wanted, ids=tuple(ids)), limit=len(ids))
 
 
@@ -103,11 +106,11 @@ class _OfJobs:
         return self.wanted.ids
 
     def until(self, moment: datetime) -> Self:
-        """Return the same action, restricted to jobs that were added before `moment`."""
+        """Return the same action, restricted to jobs that were added by `moment`, to leave out later ones."""
         return replace(self, wanted=replace(self.wanted, created_before=moment))
 
     def find(self, connection: Connection, after: UUID | None) -> tuple[UUID, ...]:
-        """Return the ids of the next jobs that match, in the order of ids, after the id `after`. Locks no row."""
+        """Return the ids of the next jobs that match, in the order of ids, after the id `after`, without locks."""
         return jobs.find_ids(connection, self.wanted, after=after)
 
     def count(self, connection: Connection, most: int | None, give_up_at: float) -> tuple[KindCount, ...]:
@@ -118,7 +121,7 @@ class _OfJobs:
         return jobs.count_matching(connection, self.wanted, most=most, give_up_at=give_up_at)
 
     def sample(self, connection: Connection, limit: int) -> Sequence[WaitingJob]:
-        """Return up to `limit` of the jobs that match, to be shown."""
+        """Return up to `limit` of the jobs that match, to be shown to the operator."""
         return jobs.sample(connection, self.wanted, limit)
 
 
@@ -131,7 +134,7 @@ class CancelJobs(_OfJobs):
     change: ClassVar[None] = None
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Delete the rows of these jobs, except those that no longer match; return the outcome by ids."""
+        """Delete the rows of these jobs, except those that no longer match; return the ids by outcome."""
         if self.wanted == JobFilter(ids=self.wanted.ids):
             done = jobs.cancel_jobs(connection, ids)
             return Page(changed=done.cancelled, held=done.running)
@@ -140,10 +143,11 @@ class CancelJobs(_OfJobs):
 
 @dataclass(frozen=True, slots=True)
 class CancelRunning(_OfJobs):
-    """Cancels jobs, running ones too: deletes waiting jobs, and requests relays to end the jobs that they run.
+    """Cancels jobs, including running ones: ends waiting jobs, and requests relays to end the jobs that they run.
 
-    A job that matched the filter when it was found, and no longer does, such as one that has begun to run, is cancelled
-    too.
+    A found job is cancelled even if it no longer matches the filter, for example because it has begun to run.
+
+    `outcome`: "discard" to delete the cancelled jobs, "dead" to make them dead letters.
     """
 
     outcome: CancelOutcome = "discard"
@@ -152,7 +156,7 @@ class CancelRunning(_OfJobs):
     args: ClassVar[None] = None
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Delete those of these jobs that wait, and request the relays of the running ones to end them."""
+        """End those of these jobs that wait, and request relays to end those that run; return the ids by outcome."""
         done = cancellation.cancel_running(connection, ids, self.outcome)
         return Page(changed=(*done.cancelled, *done.requested), held=(), requested=done.requested)
 
@@ -164,7 +168,7 @@ class CancelRunning(_OfJobs):
 
 @dataclass(frozen=True, slots=True)
 class ChangeJobs(_OfJobs):
-    """Changes the priority, the due time or the arguments of jobs that wait."""
+    """Changes the priority, the due time or the arguments of waiting jobs; `to` has the new values."""
 
     to: JobChange
 
@@ -176,7 +180,7 @@ class ChangeJobs(_OfJobs):
         return self.to.args
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Change these jobs, except those that no longer match; return the outcome by ids."""
+        """Change these jobs, except those that no longer match; return the ids by outcome."""
         return jobs.change_page(connection, replace(self.wanted, ids=tuple(ids)), self.to, limit=len(ids))
 
     @property
@@ -196,7 +200,7 @@ def fields_of(wanted: DeadFilter | JobFilter) -> dict[str, object]:
 
 
 def read_action(name: str, wanted: str | None, change: str | None, args: str | None) -> BulkAction | None:
-    """Rebuild an action on many rows from its row in the audit; return None if `name` is not such an action.
+    """Rebuild an action on many rows from its row in the audit, to resume it; return None if `name` is another action.
 
     Args:
         name: The action's name, such as `dead.retry`.
@@ -205,7 +209,7 @@ def read_action(name: str, wanted: str | None, change: str | None, args: str | N
         args: The new arguments, as JSON text, from the operator: the audit does not keep them.
 
     Raises:
-        ArgumentError: the action changes arguments and `args` is missing, or the reverse.
+        ArgumentError: the action changes arguments and `args` is missing, or it changes none and `args` is given.
     """
     if name not in ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running", "job.change"):
         return None

@@ -1,7 +1,7 @@
 """Open batches (`jobs.batch`), for operators to list and show.
 
-A batch is a set of jobs with a callback, a job that is added when all of the set's jobs have ended. Then the batch's
-row is deleted.
+A batch is a set of jobs with a callback, a job that is added when all of the set's jobs have ended. The batch's row is
+deleted when its callback is added.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from outboxq.statements import callback_batches as statements
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch that has not finished: its callback, the job that follows its other jobs, was not added yet.
+    """A batch with jobs that have not ended, so that its callback, the job that follows them, was not added yet.
 
     Attributes:
         id: The batch's id, which will also be the id of the callback.
@@ -25,7 +25,7 @@ class OpenBatch:
         kind: The kind of the callback.
         members: How many of the batch's jobs wait or run; counted up to 10,000.
         failed: How many of the batch's jobs are dead letters; counted up to 10,000.
-        parent_id: The id of another batch that the callback is a job of; None without one.
+        parent_id: The id of another batch to which the callback belongs; None if there is no such batch.
     """
 
     id: UUID
@@ -39,9 +39,10 @@ class OpenBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchDetail:
-    """An open batch, its callback as JSON text, and the number of its remaining jobs in each state.
+    """An open batch with its callback and the states of its jobs, as `show_batch` returns it.
 
-    At most 10,000 jobs are counted.
+    `states`: the number of the batch's remaining jobs in each state; at most 10,000 jobs are counted. `callback`: the
+    callback's job, as JSON text.
     """
 
     batch: OpenBatch

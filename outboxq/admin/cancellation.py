@@ -1,6 +1,6 @@
 """Cancel running jobs, for operators: request it from the job's relay, see if it was done, or end the job by force.
 
-Every function works in the caller's transaction; a request reaches the relay when that transaction commits.
+Every function works in the caller's transaction. The relay receives a request when that transaction commits.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ from outboxq.tables import mapped_schema
 
 
 class Sharing(NamedTuple):
-    """The number of other jobs in the transaction of a running job: a forced end of that job rolls them back too.
+    """The number of other jobs in a running job's transaction, which are rolled back too if that job is ended by force.
 
-    `is_exact`: False if there may be more, because only 10,000 jobs before and after it in the queue are read.
+    `count_sharing` returns it, to warn an operator. `is_exact`: False if there may be more, because only 10,000 jobs
+    before and after the running job in the queue are read.
     """
 
     jobs: int
@@ -41,15 +42,15 @@ def cancel_running(connection: Connection, ids: Sequence[UUID], outcome: CancelO
 def progress(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, str]:
     """Return the state of each of these jobs, whose cancellation was requested by `cancel_running`.
 
-    `running`: the job still runs. `waiting`: it waits again, and the relay that claims it next ends it. `cancelled`: it
-    was ended. `dead`: it is a dead letter. `over`: it ended by itself before its relay received the request; this is
-    also returned if a later job has the same id.
+    `running`: the job still runs. `waiting`: the job waits again, and the relay that claims it next ends it.
+    `cancelled`: the job was ended. `dead`: the job is a dead letter. `over`: the job ended by itself before its relay
+    received the request, or a later job has the same id.
     """
     return {row.id: row.state for row in connection.execute(statements.progress(ids))}
 
 
 def end_returned(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> tuple[UUID, ...]:
-    """End jobs whose cancellation was requested and that wait again, instead of the next relay that claims them.
+    """End jobs that wait again after their cancellation was requested, without waiting for a relay to claim them.
 
     Such a job came back to the queue when its transaction or its relay ended. Returns the ids of the ended jobs.
     """
@@ -57,9 +58,9 @@ def end_returned(connection: Connection, ids: Sequence[UUID], outcome: CancelOut
 
 
 def count_sharing(connection: Connection, job_id: UUID) -> Sharing:
-    """Count the other jobs in the transaction of a running job: if the job is cancelled by force, they run again.
+    """Count the other jobs in the transaction of a running job, which run again if the job is cancelled by force.
 
-    Up to 10,000 jobs before it and 10,000 after it are read, in the order in which relays claim jobs.
+    Up to 10,000 jobs before the running job and 10,000 after it are read, in the order in which relays claim jobs.
     """
     ((jobs, is_exact),) = run_script(connection, statements.sharing(mapped_schema(connection), job_id))
     assert isinstance(jobs, int)

@@ -26,7 +26,7 @@ from outboxq.tables import dead_job
 
 @dataclass(frozen=True, slots=True)
 class DeadJob:
-    """A dead letter: a job that failed for good, with the reason; without its arguments and errors."""
+    """A dead letter (a job that failed for good), as lists show it: without its arguments and errors."""
 
     id: UUID
     queue: str
@@ -53,7 +53,7 @@ class DeadDetail:
 
 
 def list_dead(connection: Connection, wanted: DeadFilter | None = None, *, limit: int = 50) -> list[DeadJob]:
-    """Return up to `limit` dead letters that match, those that died last first."""
+    """Return up to `limit` dead letters that match, the latest first by the time of their death."""
     wanted = wanted or DeadFilter()
     found = latest_rows(
         connection,
@@ -117,7 +117,7 @@ def sample(connection: Connection, wanted: DeadFilter, limit: int) -> list[DeadJ
 
 
 def _all_dead(connection: Connection, wanted: DeadFilter, give_up_at: float = math.inf) -> Iterable[Stretch]:
-    """Return SQL conditions; each selects a part of the table `dead_job` (some of its blocks), together all rows.
+    """Divide the table `dead_job` into parts of some blocks each; return the SQL conditions of each part.
 
     If the filter has ids, there is one part without a condition, because a query by ids is fast.
     """
@@ -129,7 +129,7 @@ def find_ids(
 ) -> tuple[UUID, ...]:
     """Return the next ids of dead letters that match, up to `limit`, in order; continue with `after=` the last one.
 
-    All pages together read the table once in the order of ids, up to three blocks a row.
+    All pages together read the table once.
     """
     start = [] if after is None else [dead_job.c.id > after]
     behind = stretches_of(connection, wanted.ids, dead_job.c.id, *start, first=limit)

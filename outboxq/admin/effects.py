@@ -52,10 +52,11 @@ class EffectRecord:
 
 @dataclass(frozen=True, slots=True)
 class EffectDetail:
-    """An effect with all of its columns. `fingerprint` is hexadecimal, `result` JSON text.
+    """An effect with all of its columns, as `show_effect` returns it.
 
     `is_locked`: True if a caller is making the call: `locked_until` is in the future by the database's clock.
-    `can_be_resolved`: True if `resolve_effect` would accept a verdict with a result.
+    `can_be_resolved`: True if `resolve_effect` would accept a verdict with a result. `fingerprint`: the hash of the
+    call's payload, in hexadecimal. `result`: JSON text.
     """
 
     effect: EffectRecord
@@ -67,7 +68,7 @@ class EffectDetail:
 
 @dataclass(frozen=True, slots=True)
 class WasApplied:
-    """The verdict that the other side has applied the call; `result` is its result as JSON text.
+    """The verdict that the other side has applied the call; `result` is the call's result as JSON text.
 
     Without `result`, a later caller that needs the result gets an error.
     """
@@ -84,8 +85,8 @@ class WasNotApplied:
 class Resolved:
     """The outcome of `resolve_effects`.
 
-    `resolved`: the effects with the new verdict. `left`: effects that were not changed, because they were settled,
-    called again or locked by a transaction since they were read.
+    `resolved`: the effects with the new verdict. `left`: the effects that were not changed, because they were settled,
+    called again or locked by a transaction after the caller had read them.
     """
 
     resolved: tuple[EffectRecord, ...]
@@ -96,10 +97,10 @@ Verdict: TypeAlias = WasApplied | WasNotApplied
 
 
 def list_effects(connection: Connection, wanted: EffectFilter | None = None, *, limit: int = 50) -> list[EffectRecord]:
-    """Return effects that match: unknown outcomes first, then others that are not settled, then settled ones.
+    """Return up to `limit` effects that match: unknown ones, then others that are not settled, then settled ones.
 
-    Up to `limit` of them. The three parts are ordered by `changed_at`, `locked_until` and `expires_at`, each with the
-    latest first. Results are left out, because they are users' data.
+    The three parts are ordered by `changed_at`, `locked_until` and `expires_at`, each with the latest first. Results
+    are left out, because they are users' data.
     """
     wanted = wanted or EffectFilter()
     found: dict[tuple[str, str], EffectRecord] = {}
@@ -128,7 +129,7 @@ def show_effect(connection: Connection, scope: str, key: str) -> EffectDetail:
 
 
 def find_unresolved(connection: Connection, wanted: EffectFilter) -> list[EffectRecord]:
-    """Return all effects that match and whose outcome an operator could settle by `resolve_effect`, without results."""
+    """Return all effects that match and that an operator could settle by `resolve_effect`, without their results."""
     found: dict[tuple[str, str], EffectRecord] = {}
     for part in statements.PARTS[:2]:
         for stretch in stretches(connection, part.by, *part.where):
@@ -159,10 +160,10 @@ def resolve_effects(
 def resolve_effect(
     connection: Connection, scope: str, key: str, verdict: Verdict, *, keep: timedelta = DEFAULT_RETENTION
 ) -> EffectRecord:
-    """Settle a call whose outcome is not known, by an operator's verdict: the other side has applied it, or has not.
+    """Settle a call with an unknown outcome by an operator's verdict: the other side has applied it, or has not.
 
-    This is for calls that are `unknown` or in doubt, or whose caller died, and to add the result of a done call that
-    was not kept. A caller that was suspended and resumes later cannot overwrite the verdict.
+    Use it for calls that are `unknown` or in doubt, or whose caller died, and to add a result to a done call that has
+    none. A caller that was suspended and resumes later cannot overwrite the verdict.
 
     Args:
         keep: The time for which the settled effect is remembered.

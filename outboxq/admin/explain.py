@@ -35,7 +35,7 @@ class Explanation:
     Attributes:
         job_id: The explained job; if a queue is explained, the job that is to run next there, or None if no job waits.
         queue: The queue; None for a job that neither waits nor runs.
-        kind: The kind of the job; None like `queue`, or if no job waits.
+        kind: The kind of the job; None if the job neither waits nor runs, or if no job waits.
         reasons: All reasons that hold at this moment, at least one, the most important first (in the order of `CODES`).
             If a queue is explained, its own reasons come before those of its next job.
     """

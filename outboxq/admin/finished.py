@@ -19,7 +19,7 @@ from outboxq.tables import done_job, mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """A finished job.
+    """A finished job whose row is kept, as lists show it.
 
     Attributes:
         outcome: `done`, `discarded`, `cancelled` (while it ran) or `expired`.
@@ -101,7 +101,7 @@ def run_again(connection: Connection, job_id: UUID) -> UUID:
 
     Raises:
         JobNotFound: no finished job has this id.
-        ArgsNotKept: its kind keeps no arguments.
+        ArgsNotKept: the job's kind keeps no arguments.
     """
     found = show_finished(connection, job_id)
     if found.args is None:

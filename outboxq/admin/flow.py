@@ -1,4 +1,4 @@
-"""Jobs that are held back on purpose, for operators to list: by limits, by a group's order, by a paused kind."""
+"""Lists of what holds jobs back on purpose, for operators: limits of queues, blocked groups, and paused kinds."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,8 +38,8 @@ class BlockedGroup:
     """A group, whose jobs run in order, with a first job that waits for a later time, so that all others wait too.
 
     Attributes:
-        id: The first job of the group.
-        jobs: How many jobs of the group wait for it; counted up to 1,000.
+        id: The id of the group's first job, which also has the `kind` and the `attempt`.
+        jobs: How many jobs of the group wait for the first job; counted up to 1,000.
         parked: How often relays put the first job off, because they do not know its kind or the kind is paused.
         due_in_seconds: The time until the first job runs again.
     """
@@ -63,9 +63,9 @@ class PausedSince:
 
 
 def list_limits(connection: Connection) -> list[LimitedQueue]:
-    """Return the queues that have limits: those that operators have set, otherwise those that applications declare.
+    """Return the queues that have limits, with the limits that operators have set, otherwise the applications' own.
 
-    Declared limits are known while a relay of the application is alive.
+    An application's limits are known while a relay of the application is alive.
     """
     given = {each.queue: each.limits for each in list_queues(connection)}
     found = limits_in_force(given, read_declared_limits(connection))
@@ -83,7 +83,7 @@ def _limited(queue: str, limits: QueueLimits, set_by: str) -> LimitedQueue:
 
 
 def list_blocked_groups(connection: Connection) -> list[BlockedGroup]:
-    """Return the groups whose first job waits for a later time, those in which the most jobs wait for it first."""
+    """Return the groups whose first job waits for a later time; the group in which the most jobs wait comes first."""
     rows = connection.execute(blocked_groups(mapped_schema(connection)))
     return [
         BlockedGroup(row.queue, UUID(row.id), row.kind, row.attempt, row.parked, row.jobs, row.due_in_seconds)
@@ -94,6 +94,6 @@ def list_blocked_groups(connection: Connection) -> list[BlockedGroup]:
 def list_paused_kinds(connection: Connection) -> list[PausedSince]:
     """Return the paused kinds, ordered by queue and name.
 
-    Their jobs are not counted, which would read the whole table.
+    The jobs of these kinds are not counted, because that would read the whole table.
     """
     return [PausedSince(*row) for row in connection.execute(kinds.paused_names())]

@@ -1,4 +1,4 @@
-"""The history: how many jobs ended how, and how long they waited and ran, by minute, by hour or by kind."""
+"""The history: how many jobs had each outcome, and how long jobs waited and ran, by minute, by hour or by kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ By: TypeAlias = Literal["minute", "hour", "kind"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """The numbers of jobs' outcomes in a minute or an hour, or of one kind.
+    """The numbers of jobs' outcomes in a minute or an hour, or of one kind, as `read_history` returns them.
 
     Args:
         at: The beginning of the minute or hour; None in a row of a kind.
-        kind: The kind, and `queue` its queue; both None in a row of a minute or an hour.
+        queue: The queue of the kind; None in a row of a minute or an hour.
+        kind: The kind; None in a row of a minute or an hour.
         retried: Attempts after which the job runs again, because they failed or their handler requested it.
         discarded: Jobs that ended without being done or dead, cancelled and expired ones included.
         crashed: Times that a relay died or stalled while it ran the job.
         lost: Runs of leased jobs that did not count, because the relay had lost the lease.
         wait_p50_seconds: Half of the jobs had waited at most this long when they were claimed; None without any job.
-            Also for 95 and 99 percent.
+            The fields with p95 and p99 are for 95 and 99 percent.
         run_p50_seconds: Half of the attempts ran for at most this long.
     """
 
@@ -82,7 +83,7 @@ def _buckets(found: dict[str, object], name: str) -> list[int]:
 
 
 def quantile(buckets: Sequence[int], part: float) -> float | None:
-    """Estimate the seconds within which this part (0 to 1) of the counted jobs was done; None if none was counted.
+    """Estimate the time in seconds within which a part (0 to 1) of the counted jobs was done; None if none was counted.
 
     `buckets`: the number of jobs in each range of times (up to the bounds `BOUNDS`, and beyond). Within a range, times
     are assumed to be spread evenly, as Prometheus does. For a time beyond the last bound, that bound is returned.

@@ -1,4 +1,4 @@
-"""Giving a database another installation id: needed by a copy of a database that calls the same services.
+"""Gives a database another installation id, which a copy of a database needs if it calls the same services.
 
 The idempotency keys of calls are made of this id. Two databases with the same id would send one key for different
 calls, and the service would answer one call with the result of the other.
@@ -37,8 +37,8 @@ class NewInstallation:
 def renew_installation(connection: Connection) -> NewInstallation:
     """Give the database another installation id, in the caller's transaction: later calls use keys made of the new id.
 
-    Stop all processes before, and start them again after it, because each reads the id only once. Not every running
-    process is noticed: not a relay in transaction mode, nor another process that makes no call at this moment.
+    Stop all processes before this call, and start them again afterwards, because each reads the id only once. The call
+    does not notice a running relay in transaction mode, or another process that makes no call at this moment.
 
     Raises:
         InstallationInUse: a relay in lease mode is alive, or a process is making a call.

@@ -57,16 +57,16 @@ class WaitingJob:
     """A job that waits or runs, as a row of the table `job`.
 
     Attributes:
-        state: `ready`; `grouped`, if it waits for its turn in its group; `scheduled`; `due`, if the time of a scheduled
-            one has come; `running`, if a transaction runs it; `leased`, if a living relay runs it in lease mode;
-            `orphaned`, if the relay that leased it is not alive; `suspect`, if a relay died while it had the job, so
-            that it runs alone the next time.
-        pid: The backend whose transaction runs it; None if it only waits.
+        state: `ready`; `grouped`, if it waits for its turn in its group; `scheduled`, if it waits for its time; `due`,
+            if that time has come; `running`, if a transaction runs it; `leased`, if a living relay runs it in lease
+            mode; `orphaned`, if the relay that leased it is not alive; `suspect`, if a relay died while it had the job,
+            so that it runs alone the next time.
         expires_at: The time at which the job is dropped if its handler was not called before; None if it never expires.
+        pid: The backend whose transaction runs the job; None if it only waits.
         running_seconds: How long the transaction of `pid` has been open; None without a transaction, or if this role
             may not read it.
-        progress: The progress that its handler has last reported with `ctx.progress`, from 0 to 1; `note` is the text
-            of that report.
+        progress: The progress that its handler has last reported with `ctx.progress`, from 0 to 1.
+        note: The text of that report.
     """
 
     id: UUID
@@ -107,7 +107,10 @@ class JobDetail:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The outcome of `cancel_jobs`, as ids: cancelled jobs, jobs that run and were left, and ids without a job."""
+    """The outcome of `cancel_jobs`, as ids.
+
+    `cancelled`: jobs that were deleted. `running`: jobs that run, and were left. `not_found`: ids without a job.
+    """
 
     cancelled: tuple[UUID, ...]
     running: tuple[UUID, ...]
@@ -120,8 +123,8 @@ def list_jobs(
     """Return up to `limit` jobs that match, the oldest first; with `running`, only those that a relay runs.
 
     Running jobs are searched among the first 10,000 jobs of each queue in the orders in which relays claim them. Other
-    jobs are searched among the oldest 12,700 (more for a `limit` over 100), and then, if too few of these match, in the
-    whole table, which is read once. A job that is changed during that may be missing.
+    jobs are searched among the oldest 12,700 (more for a `limit` over 100). If too few of these match, the whole table
+    is read once; a job that is changed during that may be missing.
     """
     wanted = _of_few(connection, wanted or JobFilter(), ("running", "leased") if running else ())
     found: dict[UUID, Any] = {}
@@ -149,10 +152,10 @@ def _age(row: Any) -> tuple[int, int]:
 
 
 def _of_few(connection: Connection, wanted: JobFilter, states: Sequence[str]) -> JobFilter:
-    """Narrow a filter for jobs that a relay runs, or that had a relay that died, to the ids of these jobs.
+    """Replace a filter for a rare state, such as running, by a filter for the ids of the jobs in that state.
 
-    This is fast even in a large table: only few jobs are in such a state at a time, and an index finds them. A filter
-    with ids, or for other states, stays as it is.
+    An index finds these jobs, so the search is fast even in a large table. A filter with ids, or for other states,
+    stays as it is.
 
     Args:
         states: The states to look for; if empty, the filter's own state decides.
@@ -211,8 +214,7 @@ def find_ids(
 ) -> tuple[UUID, ...]:
     """Return the next ids of jobs that match, up to `limit`, in order; continue with `after=` the last one.
 
-    No change of a job alters its id, so no job is missed. All pages together read the table once in the order of ids:
-    up to three blocks a job, if the rows are stored in another order.
+    No change of a job alters its id, so no job is missed. All pages together read the table once.
     """
     start = [] if after is None else [job.c.id > after]
     behind = stretches_of(connection, wanted.ids, job.c.id, *start, first=limit)
@@ -220,11 +222,11 @@ def find_ids(
 
 
 def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
-    """Remove marks that a rolled back cancellation or change left in these jobs' rows (see the module).
+    """Remove marks that a rolled back cancellation or change left in these jobs' rows: a marked job runs alone once.
 
     Returns:
-        True if no mark is left; False while a transaction has locked some of the rows: the one that is being rolled
-        back, or a relay's.
+        True if no mark is left; False while the transaction that is being rolled back, or a relay's, has locked some of
+        the rows.
     """
     cleared = run_script(connection, clearing(mapped_schema(connection), [str(job_id) for job_id in ids]))
     waiting: object = connection.execute(statements.select_waiting(ids)).scalar_one()
@@ -257,7 +259,7 @@ def sample(connection: Connection, wanted: JobFilter, limit: int) -> list[Waitin
 
 
 def _all_jobs(connection: Connection, wanted: JobFilter, give_up_at: float = math.inf) -> Iterable[Stretch]:
-    """Return SQL conditions; each selects a part of the table `job` (some of its blocks), together all rows.
+    """Divide the table `job` into parts of some blocks each; return the SQL conditions of each part.
 
     If the filter has ids, there is one part without a condition, because a query by ids is fast.
     """
@@ -285,8 +287,8 @@ def change_page(
     woken up when the transaction commits.
 
     Returns:
-        The page: `held` are jobs that run, which stay as they are; `refused` are jobs of a group, if a priority or a
-        time is given: a group's jobs run in the order in which they were added.
+        The page. `held`: jobs that run, which stay as they are. `refused`: jobs of groups, if a priority or a time is
+        given, because a group's jobs run in the order in which they were added.
 
     Raises:
         ArgumentError: nothing is to be changed, or a value that no job can have.

@@ -76,16 +76,16 @@ def resume(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[st
 
 
 def bring_back(connection: Connection, queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Page:
-    """Make jobs of resumed kinds run now that relays had put off during the pause.
+    """Make jobs run now that relays had put off while their kinds were paused; call it after `resume` was committed.
 
-    Without this call they run at the time to which they were put off, within five minutes. A relay that does not know
-    of the resumption yet puts them off once more, for five seconds.
+    Without this call the jobs run at the time to which they were put off, within five minutes. A relay that does not
+    know of the resumption yet puts the jobs off once more, for five seconds.
 
     Args:
         ids: The jobs, as `put_off_ids` returns them.
 
     Returns:
-        The ids of the changed jobs (`changed`), and of those that another transaction has locked (`held`).
+        The ids of the changed jobs (`changed`), and of jobs that another transaction has locked (`held`).
     """
     page = read_page(connection.execute(statements.bring_back_page(queue, kinds, ids)))
     if page.changed:
@@ -97,7 +97,7 @@ def bring_back(connection: Connection, queue: str, kinds: Sequence[str], ids: Se
 def put_off_ids(
     connection: Connection, queue: str, kinds: Sequence[str], *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
-    """Return ids of jobs of these kinds that relays have put off (see the module), for `bring_back`.
+    """Return ids of jobs of these kinds that relays have put off to later without running them, for `bring_back`.
 
     The ids are in order, up to `limit` of them. Continue with `after=` the last returned id.
     """

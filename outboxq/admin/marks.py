@@ -1,4 +1,4 @@
-"""Removes the marks that a rolled back change of jobs leaves in their rows.
+"""Removes the marks that a rolled back change of jobs leaves in the jobs' rows.
 
 A marked job looks as if its relay had died while it ran the job, so it would run alone the next time, to find out if
 the job kills relays.
@@ -29,8 +29,8 @@ def unmarked(
 ) -> Iterator[None]:
     """Run a block that changes jobs; if the change is rolled back, clear the marks that it left in the jobs' rows.
 
-    Causes are an error, Ctrl-C, a time-out or a refused COMMIT; the block's error is raised again. `warn` is called
-    with a sentence if the marks could not be cleared: the jobs would then run one at a time for once.
+    A marked job runs alone the next time. A change is rolled back by an error, Ctrl-C, a time-out or a refused COMMIT;
+    the block's error is raised again. `warn` is called with a sentence if the marks could not be cleared.
 
     Args:
         begin: Begins a transaction at READ COMMITTED, committed at the end of its block.
@@ -60,7 +60,7 @@ def _clear(begin: Begin, ids: Sequence[UUID], run: UUID | None) -> bool:
 
 
 def _lock(connection: Connection, run: UUID) -> bool:
-    """Lock a bulk change's row in the audit, so that no process begins a page; return False if one is under way.
+    """Lock a bulk change's row in the audit, so that no process begins a page; False if the row is locked already.
 
     Returns True if there is no such row: the first page was rolled back, so no process goes on with the change.
     """

@@ -51,8 +51,8 @@ class Forgotten:
 def list_messages(connection: Connection, wanted: MessageFilter | None = None, *, limit: int = 50) -> list[Message]:
     """Return up to `limit` accepted messages that match, those with the latest `expires_at` first.
 
-    Of one consumer, this is the order of acceptance, the latest first. Messages are searched among the first 12,700
-    (more for a `limit` over 100), and then, if too few of these match, in the whole table, which is read once.
+    Messages are searched among the first 12,700 (more for a `limit` over 100). If too few of these match, the whole
+    table is read once.
     """
     wanted = wanted or MessageFilter()
     select = partial(statements.select_messages, wanted)

@@ -41,9 +41,10 @@ _COLUMNS: Mapping[Limit, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue, the time since which it is paused (None if it is not), and its settings by operators.
+    """A queue and its settings by operators.
 
-    `keep_dead_seconds`: how long relays keep its dead letters; 0 for ever, None as the application declares.
+    `paused_at`: the time since which the queue is paused; None if it is not. `keep_dead_seconds`: how long relays keep
+    its dead letters; 0 for ever, None as the application declares.
     """
 
     queue: str
@@ -54,14 +55,16 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class QueueCount:
-    """A queue with the number of its jobs (waiting and running), the number of its dead letters, and its limits.
+    """A queue with its numbers of jobs and dead letters, and its limits, as `count_queues` returns it.
 
     The limits are those in force: as operators have set them, otherwise as the applications of living relays declare
     them.
 
     Attributes:
+        jobs: The number of jobs that wait or run.
         limit: How many jobs of the queue may run at a time.
-        rate: How many jobs may begin in a unit of time, such as `100/min`; `burst`: how many may begin at once.
+        rate: How many jobs may begin in a unit of time, such as `100/min`.
+        burst: How many jobs may begin at once.
         per_group: How many jobs of one group may run at a time.
         keep_dead: How long dead letters are kept, as operators have set it.
         set_by: `operator`, if an operator has set one of the limits, otherwise `application`; None without any limit.
@@ -89,7 +92,7 @@ def list_queues(connection: Connection) -> list[Queue]:
 def known_names(connection: Connection) -> set[str]:
     """Return the names of the queues in use: with a job or a dead letter, or served by a living relay.
 
-    A name that only has settings is left out: it may be a misspelt one.
+    Commands warn of other names. A name that only has settings is left out: it may be a misspelt one.
     """
     known = {row.name for row in connection.execute(statements.known_queues()) if row.is_used}
     schema = mapped_schema(connection)
@@ -150,8 +153,8 @@ def set_limits(
     """Set limits of queues, and notify the relays, when the transaction commits.
 
     Args:
-        limits: The new limits, made by `make_limits`; one that is None stays as it is.
-        drop: Limits of operators to remove: those that the application declares apply then, if any.
+        limits: The new limits, made by `make_limits`; a limit that is None stays as it is.
+        drop: Names of operators' limits to remove; the limits that the application declares then apply, if any.
 
     Returns:
         The queues whose limits have changed.
@@ -189,7 +192,7 @@ def keep_dead(connection: Connection, names: Sequence[str], seconds: float | Non
 
     Raises:
         ArgumentError: a name that no queue can have, or seconds out of their range.
-        SchemaError: the tables are older than step 11.
+        SchemaError: the tables are older than migration step 11.
     """
     if seconds is not None and seconds != 0 and not MIN_KEEP_SECONDS <= seconds <= MAX_KEEP_SECONDS:
         raise ArgumentError(

@@ -17,7 +17,7 @@ from outboxq.tables import mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class ConnectionWait:
-    """The wait of a running job in lease mode for a database connection, because all that its queue has are in use.
+    """A running job's wait, in lease mode, for one of the database connections of its queue, because all are in use.
 
     Args:
         calls: The number of jobs of the same relay that wait for a connection, this one included.
@@ -30,13 +30,13 @@ class ConnectionWait:
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """A job that a relay has run for longer than a second.
+    """A job that a relay has run for longer than a second, as the relay wrote it into its row of `relay_status`.
 
     Args:
-        pid: The process id of the backend of its transaction; None if it has begun none.
-        progress: The progress that its handler has last reported with `ctx.progress`, from 0 to 1; `note` is the text
-            of that report.
-        waits: Its wait for a connection, in lease mode; None if it does not wait.
+        pid: The process id of the backend of the job's transaction; None if it has begun none.
+        progress: The progress that its handler has last reported with `ctx.progress`, from 0 to 1.
+        note: The text of that report.
+        waits: The job's wait for a connection, in lease mode; None if it does not wait.
     """
 
     id: UUID
@@ -57,7 +57,9 @@ class RelaySummary:
     Args:
         state: `serving`, `draining`, `stopping`, or `dead` if the relay has written nothing for a minute.
         busy: How many of its slots were running jobs when it last wrote.
+        listens: True if the relay listens for notifications.
         schema_step: The migration step of the tables when the relay started.
+        seen_at: The time at which the relay last wrote.
         running: The jobs that had run for longer than a second when the relay last wrote, 50 at most.
     """
 
@@ -100,7 +102,7 @@ _Running: TypeAlias = tuple[RunningJob, ...]
 
 
 def decode_running(running: str) -> _Running:
-    """Decode the running jobs in the column `relay_status.running`; empty if a newer relay wrote it in another form."""
+    """Decode the column `relay_status.running`, a relay's running jobs; empty if a newer relay wrote another form."""
     try:
         return msgspec.json.decode(running, type=_Running)
     except (msgspec.MsgspecError, RecursionError):
@@ -108,9 +110,9 @@ def decode_running(running: str) -> _Running:
 
 
 def waiting_calls(running: Sequence[RunningJob]) -> int:
-    """Return the number of a relay's jobs that wait for a connection.
+    """Return the number of a relay's jobs that wait for a connection; 0 if none waits.
 
-    Each waiting job in `running` contains this number; 0 if none waits.
+    Each waiting job in `running` contains this number.
     """
     return max((job.waits.calls for job in running if job.waits is not None), default=0)
 
@@ -120,7 +122,7 @@ def _with_progress(job: RunningJob, noted: Progress | None) -> RunningJob:
 
 
 def kinds_nobody_knows(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return those of these kinds for which no living relay of the queue has a handler.
+    """Return those of these kinds for which no living relay of the queue has a handler, to warn of misspelt names.
 
     Empty if no living relay serves the queue, or if this role may not read `relay_status`.
     """
@@ -132,9 +134,10 @@ def kinds_nobody_knows(connection: Connection, queue: str, kinds: Sequence[str])
 
 
 def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:
-    """Return up to `limit` relays that were seen within a day, the first started first, without those stopped in order.
+    """Return up to `limit` relays that were seen within a day, the first started first.
 
-    If there are more, those that were seen last are returned, so the living ones are among them.
+    Relays that were stopped in order are left out. If there are more than `limit`, those that were seen last are
+    returned, so the living ones are among them.
 
     Raises:
         SchemaError: the table of relays is missing.

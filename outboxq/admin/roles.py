@@ -2,9 +2,9 @@
 
 The rights are data (`RIGHTS`) and SQL (`roles_sql`). Each role is a group without login, to be granted to the roles
 that log in. The SQL checks which tables exist, so that it fits every migration step, and may be run again at any time.
-Earlier versions granted rights on all columns: INSERT to producers, INSERT and UPDATE on the audit to operators. The
-SQL reduces these rights to the needed columns, except for a role that may delete rows, which therefore has other tasks
-too.
+
+Earlier versions granted INSERT to producers, and INSERT and UPDATE on the audit to operators, on all columns. The SQL
+reduces these rights to the needed columns, except for roles that may delete rows, because they have other tasks too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -188,9 +188,9 @@ def default_names() -> dict[Part, str]:
 
 
 def roles_sql(names: Mapping[Part, str], schema: str = "outboxq") -> str:
-    """Return SQL that creates those of these roles that are missing, and grants all of them their rights.
+    """Return SQL that creates the roles that are missing, and grants every role its rights.
 
-    Run it as the owner of the tables, who needs the right to create roles unless all of them exist.
+    Run the SQL as the owner of the tables, who needs the right to create roles unless all of them exist.
 
     Args:
         names: The parts, each with the name of its role. Parts may share a role.
@@ -249,7 +249,8 @@ def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
 def _on_columns(right: str, can: str | None, table: str, columns: tuple[str, ...], name: str) -> Iterable[str]:
     """Yield SQL that grants a role the right `right` (such as INSERT) on these columns of a table only.
 
-    If `can` is given, the SQL also revokes the right on the whole table, and says so in a notice with the words `can`.
+    `can`: the right in words for a notice, such as `insert into`. If it is given, the SQL also revokes the right on the
+    whole table, and says so in the notice.
     """
     table_literal, role = quote_literal(table), quote_identifier(name)
     if can is not None:

@@ -17,7 +17,7 @@ from outboxq.statements import schedules as statements
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A schedule that an application's code declared earlier, and no longer declares.
+    """A schedule that an application's code declared earlier, and no longer declares, as `find_gone` returns it.
 
     `owner`: the name of the registry that declared it; None if an older version of outboxq stored it, without an owner.
     """
@@ -29,11 +29,10 @@ class Gone:
 
 
 def declare(connection: Executor, schedules: Sequence[NewSchedule], *, with_owners: bool = True) -> None:
-    """Store the schedules that an application's code declares: new ones, changed ones, and ones that were disabled.
+    """Store the schedules that an application's code declares, and enable those of them that were disabled.
 
-    A disabled schedule (its owner's code no longer declared it) adds jobs again.
-
-    Many relays may call this at once. Schedules that operators have paused stay paused.
+    A schedule is disabled, so that it adds no jobs, when its owner's code no longer declares it. Many relays may call
+    this at once. Schedules that operators have paused stay paused.
 
     Args:
         with_owners: True if the table `schedule` has the column `owner`, which older tables lack.
@@ -53,7 +52,7 @@ def declare(connection: Executor, schedules: Sequence[NewSchedule], *, with_owne
 
 
 def _refuse_those_of_others(connection: Executor, wanted: Mapping[str, NewSchedule]) -> None:
-    """Raise an error if one of these schedules belongs to another registry, which keeps `declare` from changing it.
+    """Raise an error if one of these schedules belongs to another registry, so that `declare` has not changed it.
 
     Raises:
         ScheduleOwned: the message names the schedules of one such registry.
@@ -68,9 +67,9 @@ def _refuse_those_of_others(connection: Executor, wanted: Mapping[str, NewSchedu
 
 
 def find_gone(connection: Executor, schedules: Sequence[NewSchedule], owners: Collection[str]) -> tuple[Gone, ...]:
-    """Return the schedules that code declared earlier and that are not among `schedules`.
+    """Return the schedules that code declared earlier and that are not among `schedules`, for a relay to disable.
 
-    Only schedules that are not paused, and whose owner is one of `owners` or not known.
+    Paused schedules are left out, and schedules whose owner is known and is not one of `owners`.
 
     Args:
         owners: The names of registries.
@@ -90,7 +89,9 @@ def disable(connection: Executor, gone: Gone) -> bool:
 
 
 def adopt(connection: Executor, names: Sequence[str], owner: str | None = None) -> tuple[str, ...]:
-    """Make the registry `owner`, or operators if it is None, the owner of these schedules.
+    """Make the registry `owner` the owner of these schedules, or operators if `owner` is None.
+
+    Use it if a registry was renamed, or a schedule has moved to another one.
 
     Returns:
         The names of the schedules whose owner has changed.

@@ -1,8 +1,8 @@
 """Schedules, jobs that relays add when their time comes: make, change, list and run them.
 
 Every function works in the caller's transaction, on a connection or a session; `outboxq.schedules` has the same
-functions for async ones. To fire a schedule is to add its job at a due time. A change waits for a relay that is just
-firing the schedule, for some milliseconds.
+functions for async connections and sessions. To fire a schedule is to add its job at a due time. A change waits for a
+relay that is just firing the schedule, for some milliseconds.
 """
 
 import math
@@ -50,6 +50,11 @@ _SHOWN_FIRES = 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSchedule:
     """A schedule that code or an operator wants to store; making the object checks its values.
+
+    Attributes:
+        missed: The jobs to add for due times that passed while no relay ran: "skip" for none, "one" for the latest due
+            time, "all" for each.
+        jitter: The longest random delay of a job.
 
     Raises:
         ArgumentError: an impossible value, or job options that make no sense for a job that recurs.
@@ -136,10 +141,10 @@ class Schedule:
         missed: The jobs to add for due times that passed while no relay ran: "skip" for none, "one" for the latest due
             time, "all" for each.
         declared: True if an application's code declares it.
-        next_at: The next time at which relays add its job. `last_at`: the latest such time for which they did; None if
-            there is none.
-        paused_at: The time since which it adds no jobs: an operator paused it, or it is disabled. None if it is
-            neither.
+        next_at: The next time at which relays add its job.
+        last_at: The latest due time for which relays added its job; None if there is none.
+        paused_at: The time since which it adds no jobs, because an operator paused it or it is disabled; None
+            otherwise.
         owner: The name of the registry that declares it; None if operators made it, or code of an older version.
         every_seconds: The length of its interval, if it has one.
         disabled: The reason why relays disabled it: its owner's code no longer declares it. None if it is not disabled.
@@ -164,10 +169,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDetail:
-    """A schedule with its job; `args` and `options` are JSON text.
+    """A schedule with its job, as `show_schedule` returns it; the job's `args` and `options` are JSON text.
 
-    `next_fires`: its next five due times, as ISO texts in its own time zone. If this process cannot read the schedule,
-    there are none, and `unreadable` has the reason.
+    `next_fires`: its next five due times, as ISO texts in its own time zone; none if this process cannot read the
+    schedule. `unreadable`: the reason why it cannot.
     """
 
     schedule: Schedule
@@ -179,7 +184,7 @@ class ScheduleDetail:
 
 @dataclass(frozen=True, slots=True)
 class StoredSchedule:
-    """A schedule that was read from the database, with its due times and the job that it adds.
+    """A schedule read from the database, with its due times and the job that it adds; relays use it to make its jobs.
 
     Attributes:
         fire_time: The names of the job's arguments that are set to the due time.
@@ -249,7 +254,7 @@ def put_and_count(connection: Executor, new: NewSchedule) -> tuple[Schedule, int
 
 
 def remove(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
-    """Delete schedules; the jobs that they added stay. Returns the names of the deleted ones, without unknown names.
+    """Delete schedules, but not the jobs that they added; return the names of the deleted schedules.
 
     A schedule that an application's code declares is stored again when a relay of that application starts.
     """
@@ -320,9 +325,10 @@ def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
 
 
 def is_ahead(cron: Cron, next_at: datetime, last_at: datetime | None, now: datetime) -> bool:
-    """Return True if `next_at` is wrong: it is later than the due time that follows from `now`, the database's clock.
+    """Return True if a schedule's `next_at` is too late, as it was computed while the database's clock was ahead.
 
-    That happens if `next_at` was computed while that clock was ahead; the schedule would add no jobs until then.
+    Too late is later than the due time that follows from `now`, the database's clock; the schedule would add no jobs
+    until then.
     """
     return next_at > cron.after(_counted_from(now, last_at))
 
@@ -347,7 +353,7 @@ def _cron_of(row: Row[Any]) -> Cron:
 
 
 def seconds_to_next(connection: Executor, without: Iterable[str] = ()) -> float:
-    """Return the seconds until the first due time of all schedules that are not paused.
+    """Return the seconds until a relay has to fire the next schedule: the first due time of all that are not paused.
 
     Negative if that time has passed; infinite if there is no such schedule.
 

@@ -1,4 +1,4 @@
-"""Sections: the parts of an overview, read one by one; if one is refused or slow, only that part is missing.
+"""Reads an overview in sections, one by one: if the database refuses a section, or is slow, only that part is missing.
 
 Each section is read in a savepoint that is rolled back, which also undoes its settings. A section locks no row, waits
 0.2 s at most for a locked table, and is given up after 2 s.

@@ -1,7 +1,7 @@
 """A snapshot: the state of queues, kinds and relays at this moment, and recent causes of dead letters, in one read.
 
-That takes some milliseconds, however many jobs wait, and locks no row. A part that takes longer than two seconds is
-left out.
+Taking one needs some milliseconds, however many jobs wait, and locks no row. A part that takes longer than two seconds
+is left out.
 """
 
 from collections import Counter
@@ -30,13 +30,13 @@ _MOST_GROUPS, _MOST_RELAYS = 100, 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot(QueueStats):
-    """One queue: the number of its jobs in each state, its relays, and how many jobs ended in the last five minutes.
+    """One queue: the number of its jobs in each state, its relays, and its rates over the last five minutes.
 
     Args:
         relays: The number of living relays that serve the queue.
-        done_per_minute: Jobs done per minute, over the last five minutes.
-        failed_per_minute: Attempts that failed per minute, over the last five minutes, including the last attempts of
-            jobs that became dead letters.
+        done_per_minute: Jobs done per minute.
+        failed_per_minute: Attempts that failed per minute, including the last attempts of jobs that became dead
+            letters.
     """
 
     relays: int = 0
@@ -64,7 +64,7 @@ class DeadGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The result of `take_snapshot`.
+    """The state of queues, kinds and relays at a moment: the result of `take_snapshot`.
 
     Args:
         at: The time of the snapshot, by the database's clock.
@@ -110,7 +110,7 @@ def take_snapshot(connection: Connection, *, queue: str | None = None) -> Snapsh
 
 
 def find_dead_groups(connection: Connection, *, newest: int = NEWEST_DEAD) -> list[DeadGroup]:
-    """Group dead letters by cause: the `newest` ones whose jobs were added last; return up to 100 groups.
+    """Group the dead letters of the `newest` jobs that were added last by cause; return up to 100 groups.
 
     The largest group comes first.
     """

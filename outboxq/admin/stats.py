@@ -76,8 +76,9 @@ class ParkedKind:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The result of `collect_stats`: queues by name, and kinds that wait for a relay with a handler for them.
+    """The result of `collect_stats`.
 
+    `queues`: the numbers of each queue, by name. `parked_kinds`: kinds that wait for a relay with a handler for them.
     `unknown_effects`: the number of calls with an unknown outcome, which an operator has to resolve.
     `standby_delay_seconds`: the age of the data, if the server is a standby.
     """
@@ -89,9 +90,9 @@ class Stats:
 
 
 def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
-    """Count the jobs that are left in the tables after a relay of the queues `served` has been drained, by the reason.
+    """Count the jobs that are left, by reason, after a relay of the queues `served` has run all that it could.
 
-    A drained relay has run all that it could. Each job is counted once.
+    Each job is counted once.
 
     Returns:
         The number of jobs for each reason that occurs: `in_backoff` (the last attempt failed, and the time of the next
@@ -144,11 +145,11 @@ def _count_first(connection: Connection, only: str | None) -> Stats:
 def _estimate(
     connection: Connection, walk: str, walked: Mapping[str, Mapping[str, int]], only: str | None
 ) -> dict[str, int]:
-    """Estimate the number of jobs that one index walk would count, for each queue with more than the walk counts.
+    """Estimate how many jobs one index walk would count without its limit, for each queue where it reached the limit.
 
     A walk reads up to `COUNTED_MOST` jobs of each queue, in one of the orders in which relays claim them. PostgreSQL's
-    planner estimates the number of the walk's jobs in all queues; the jobs that were counted in other queues are
-    subtracted, and the rest is divided by the planner's estimates for single queues.
+    planner estimates the walk's jobs in all queues. The jobs that were counted in other queues are subtracted; the rest
+    is divided in proportion to the planner's estimates for single queues.
 
     Args:
         walked: By queue and walk, the number of counted jobs.
@@ -170,8 +171,11 @@ def _estimate(
 def _with_estimates(counts: QueueStats, more: Mapping[str, int]) -> QueueStats:
     """Return a queue's numbers with estimates in place of counts that reached their limit.
 
-    `more`: estimates by index walk. A walk's jobs can be in several states; its estimate raises the state that most of
-    them are in.
+    Jobs are counted by walks over indexes, each up to a limit.
+
+    Args:
+        more: By the name of each walk that reached its limit, the estimated number of all its jobs. If these can be in
+            several states, the estimate replaces the count of the state that most of them are in.
     """
     found: dict[str, Any] = {}
     for walk, estimate in more.items():

@@ -27,7 +27,10 @@ _FIRST_STRETCH_ROWS = 100
 
 
 class FindRows(Protocol):
-    """A function that makes a statement for the first `limit` matching rows of a stretch (a part of a table)."""
+    """A function that makes a statement for the first `limit` matching rows of a stretch (a bounded part of a table).
+
+    Callers of `first_rows` and `of_blocks` pass it, with their filter in it.
+    """
 
     def __call__(self, stretch: Stretch, /, *, limit: int) -> Executable: ...
 
@@ -35,7 +38,7 @@ class FindRows(Protocol):
 class SelectRows(Protocol):
     """A function that makes a SELECT of the first `limit` matching rows of a stretch (a bounded part of a table).
 
-    The rows are in the order of one column, and contain that column.
+    Callers of `latest_rows` pass it. The rows are in the order of one column, and contain that column.
     """
 
     def __call__(self, stretch: Stretch, /, *, limit: int) -> Select[Any]: ...
@@ -44,7 +47,8 @@ class SelectRows(Protocol):
 class CountRows(Protocol):
     """A function that makes a statement that counts the matching rows of a stretch (a bounded part of a table).
 
-    The statement returns rows of queue, kind and number; with `most`, it counts at most that many rows.
+    Callers of `count_rows` pass it. The statement returns rows of queue, kind and number; with `most`, it counts at
+    most that many rows.
     """
 
     def __call__(self, stretch: Stretch, /, *, most: int | None) -> Executable: ...
@@ -83,9 +87,9 @@ def stretches_by_index(
 ) -> Iterable[Stretch]:
     """Return the first `STRETCHES_BY_INDEX` stretches of `stretches_of`, for a list of `limit` rows.
 
-    They are in the order of the indexed `column`. Reading by an index is fast if matches are frequent. If these
-    stretches have too few, `of_blocks` then reads the whole table, which is cheaper than to read all of it by the
-    index.
+    A stretch is a bounded part of a table; stretches are in the order of the indexed `column`. Reading by an index is
+    fast if matches are frequent. If these stretches have too few matches, use `of_blocks` next: to read the whole table
+    by its blocks is cheaper than by the index.
     """
     first = max(limit, _FIRST_STRETCH_ROWS)
     return islice(
@@ -128,7 +132,7 @@ def latest_rows(
     ids: Sequence[UUID] | None = None,
     indexed: ColumnElement[Any] | None = None,
 ) -> list[Any]:
-    """Return the `limit` rows that match with the greatest values of a column, the greatest first.
+    """Return the `limit` matching rows with the greatest values of a column, the greatest first.
 
     Reads a first part of the table (12,700 rows, more for a `limit` over 100) by an index. If that has too few matches,
     each block of the table is read once, so that even a rare match costs no more than one pass over the table.

@@ -1,4 +1,4 @@
-"""The command line: a file for each group of commands, which calls the module of the same name in `outboxq.admin`.
+"""The command line of outboxq: a module for each group of commands. Most of them call functions of `outboxq.admin`.
 
-Modules here import nothing heavy at the top, so that `--help` is quick; a command imports its needs when it runs.
+Modules here import nothing heavy at the top, so that `--help` is quick; a command imports what it needs when it runs.
 """

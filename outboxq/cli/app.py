@@ -1,4 +1,4 @@
-"""The command `outboxq`: all commands and groups of commands, put together."""
+"""The typer application of the command `outboxq`; this module adds all commands and groups of commands to it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar

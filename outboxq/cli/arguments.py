@@ -32,9 +32,12 @@ Unchecked = Annotated[bool, typer.Option("--unchecked", help="Take the arguments
 
 @dataclass(frozen=True, slots=True)
 class GivenArguments:
-    """New arguments for jobs, and the options that say how they are checked.
+    """New arguments for jobs, as a command's options give them.
 
-    `--app` names a registry, whose handlers they have to fit; with `--unchecked` they are not checked.
+    Attributes:
+        args: The arguments, as JSON; None if the jobs keep theirs.
+        app: The registry whose handlers the arguments have to fit.
+        unchecked: True to take the arguments without a check.
     """
 
     args: str | None
@@ -64,9 +67,9 @@ class GivenArguments:
             raise WrongUsage("--args takes a JSON object, such as '{\"user_id\": 7}'") from error
 
     def checker(self) -> "CheckArgs | None":
-        """Import the application, and return a function that refuses arguments that do not fit the handler of a kind.
+        """Return a function that refuses arguments that do not fit the handler of a kind; None if `--app` is not given.
 
-        Return None if `--app` is not given.
+        The handlers are those of the application that `--app` names; this method imports it.
         """
         if self.app is None:
             return None

@@ -1,4 +1,4 @@
-"""`outboxq batches`."""
+"""`outboxq batches`: list open callback batches, and show one."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

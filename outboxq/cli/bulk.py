@@ -1,4 +1,7 @@
-"""Changing many rows: check the selection, ask the user, and change page after page, with a transaction each."""
+"""Steps of commands that change many rows: check the selection, ask the user, and change page after page.
+
+Each page of rows is changed in a transaction of its own.
+"""
 
 import inspect
 import sys
@@ -42,7 +45,10 @@ class ChangeOptions(ActingOptions):
 
     @property
     def filters(self) -> dict[str, str | None]:
-        """The values of the filters (the fields that the subclass adds) by name; None for one that is not given."""
+        """The values of the filters by name, None for a filter that is not given.
+
+        The filters are the fields that the subclass adds.
+        """
         return {name: getattr(self, name) for name in inspect.get_annotations(type(self))}
 
     @property

@@ -1,4 +1,4 @@
-"""`outboxq jobs cancel --running`: request the end of jobs from their relays, wait, and report the outcomes."""
+"""`outboxq jobs cancel --running`: ask relays to end running jobs, wait for the ends, and report the outcomes."""
 
 import sys
 import time
@@ -27,7 +27,7 @@ _FORCED_SECONDS = 10.0
 
 
 class Wanted(Protocol):
-    """The options of `outboxq jobs cancel` that concern running jobs."""
+    """The options of `outboxq jobs cancel` that this module reads; `RunningOptions` in `outboxq.cli.jobs` has them."""
 
     @property
     def outcome(self) -> "CancelOutcome": ...
@@ -42,12 +42,12 @@ class Wanted(Protocol):
 
 @dataclass(slots=True)
 class Became:
-    """The outcomes of the jobs that were to be cancelled.
+    """The outcomes of the jobs that were to be cancelled; `await_ends` fills them in, `report_cancelled` prints them.
 
     Attributes:
         cancelled: The number of jobs that were cancelled.
-        over: The jobs that came to their own end before they could be cancelled.
-        running: The jobs that still run.
+        over: The ids of jobs that ended by themselves before they could be cancelled.
+        running: The ids of jobs that still run.
         not_found: The ids that no job has.
         is_stopped: True if an operator stopped the change before it reached all jobs.
     """
@@ -76,9 +76,9 @@ def await_ends(begin: "Begin", options: Wanted, total: "Total") -> Became:
 
 
 def _await(begin: "Begin", pending: Sequence[UUID], options: Wanted, became: Became, seconds: float) -> list[UUID]:
-    """Check repeatedly until all of these jobs have ended, or the time is up; return the ids of those that still run.
+    """Check the `pending` jobs until all have ended or `seconds` have passed; return the ids of those that still run.
 
-    The outcomes of those that have ended are added to `became`.
+    The outcomes of the jobs that have ended are added to `became`.
     """
     deadline = time.monotonic() + seconds
     left = list(pending)

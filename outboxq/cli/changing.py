@@ -1,4 +1,4 @@
-"""`outboxq jobs change`: waiting jobs run now, at another time, with another priority or other arguments."""
+"""`outboxq jobs change`: change when waiting jobs run, their priority or their arguments."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewValues(ChangeOptions):
-    """The options of `outboxq jobs change` that hold new values."""
+    """The options of `outboxq jobs change` that give jobs new values."""
 
     run_now: Annotated[bool, typer.Option("--run-now", help="Run them as soon as a relay is free.")] = False
     run_at: Annotated[

@@ -1,4 +1,4 @@
-"""`outboxq dashboard`: the dashboard by itself, without an application around it."""
+"""`outboxq dashboard`: serve the dashboard as a program of its own, instead of within a web application."""
 
 import sys
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The connection of a command: one at a time, with short transactions that fail soon if a table is locked."""
+"""Connections of commands to a database, with short transactions that fail soon if another session locks a table."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -106,11 +106,11 @@ def named_databases(given: "Sequence[str] | None", urls: "Sequence[str] | None")
 
 @contextmanager
 def naming(database: str | None) -> Iterator[None]:
-    """Add a database's name in front of the message of an error in the block; without a name, change no error.
+    """Put a database's name before the message of an error in the block; if the name is None, leave errors unchanged.
 
     Raises:
-        ConfigError: for errors whose exit code is 2.
-        CommandFailed: for errors whose exit code is 1.
+        ConfigError: the block raised an error with exit code 2.
+        CommandFailed: the block raised an error with exit code 1.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def naming(database: str | None) -> Iterator[None]:
 
 
 def address(url: "URL") -> str:
-    """Return the host and port in a URL, or all of them if it has several, without role and password."""
+    """Return the host and port of a URL as text, without role and password; all hosts if the URL has several."""
     from outboxq.database.urls import host_names
 
     hosts = host_names(url) or ("the local socket",)

@@ -1,4 +1,4 @@
-"""`outboxq dead`."""
+"""`outboxq dead`: list, show, retry and discard dead letters."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated

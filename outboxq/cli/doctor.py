@@ -1,4 +1,4 @@
-"""`outboxq doctor`."""
+"""`outboxq doctor`: find what keeps jobs from running."""
 
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal

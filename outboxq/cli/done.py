@@ -1,4 +1,4 @@
-"""`outboxq done`."""
+"""`outboxq done`: list and show finished jobs that are kept, and run one again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`outboxq effects`."""
+"""`outboxq effects`: list, show and resolve effects, and give a copied database an id of its own."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Errors as one line and an exit code: 1 if something failed, 2 if the command was wrong."""
+"""Errors of commands, and their message and exit code: 1 if something failed, 2 if the command was wrong."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _REFUSAL = typer.BadParameter.__mro__[2]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The message of an error for the user of the command line, and the exit code."""
+    """The message of an error for the user of the command line, and the exit code; `explain` returns it."""
 
     message: str
     exit_code: int

@@ -1,4 +1,4 @@
-"""`outboxq explain`."""
+"""`outboxq explain`: say why a job or a queue does not run."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""Help in plain words: each argument described, no brackets within brackets, commands grouped by purpose."""
+"""Classes of commands for typer with plainer help: arguments described, no nested brackets, commands by purpose."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ _WHOLE_SENTENCE = 1_000
 class PlainCommand(TyperCommand):
     """A command whose help is easier to read than typer's.
 
-    Its usage has `NAME` and `[ID]...` without further brackets, and its arguments are described as options are.
+    The line of usage has `NAME` and `[ID]...` without further brackets, and arguments are described as options are.
     """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -38,21 +38,21 @@ class PlainGroup(TyperGroup):
     """A group of commands, each listed with the whole first sentence of its help.
 
     Attributes:
-        sections: Headings, with the commands under each (`jobs list` for a command of a group); empty to list the
-            group's own.
+        sections: The names of commands by heading, such as `jobs list` for a command of a subgroup. If it is empty, the
+            help lists the group's own commands.
     """
 
     sections: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  # the signature that typer calls
-        """Called by typer: write the commands under the headings of `sections`."""
+        """Called by typer: write the commands into the help, under the headings of `sections`."""
         for heading, names in (self.sections or {"Commands": tuple(self.commands)}).items():
             with formatter.section(heading):
                 formatter.write_dl([(name, _first_sentence(self, name)) for name in names])
 
 
 class Commands(typer.Typer):
-    """A typer app whose commands have plain help."""
+    """A typer application whose commands have the plainer help of `PlainCommand`."""
 
     def __init__(self, cls: type[PlainGroup] = PlainGroup, **settings: Any) -> None:
         # Plain help: rich's takes twice as long to import. No pretty tracebacks: they print local variables.

@@ -1,4 +1,4 @@
-"""`outboxq history`."""
+"""`outboxq history`: show the outcomes of jobs by minute, by hour or by kind."""
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -82,7 +82,7 @@ def _columns(by: str) -> list[Column]:
 
 
 def _with_latencies(row: "HistoryRow") -> SimpleNamespace:
-    """Return a copy of a row of the history for printing, whose times are printed in milliseconds if they are short."""
+    """Return a copy of a row of the history for printing; short times are then printed in milliseconds."""
     values = {each.name: getattr(row, each.name) for each in fields(row)}
     shown = {name: Latency(value) if isinstance(value, float) else value for name, value in values.items()}
     return SimpleNamespace(**shown)

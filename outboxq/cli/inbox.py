@@ -1,4 +1,4 @@
-"""`outboxq inbox`."""
+"""`outboxq inbox`: list, show and forget accepted messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

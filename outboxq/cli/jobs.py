@@ -1,4 +1,4 @@
-"""`outboxq jobs`."""
+"""`outboxq jobs`: list, show, watch, cancel and change jobs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -137,7 +137,7 @@ class RunningOptions(ChangeOptions):
 
     @property
     def outcome(self) -> "CancelOutcome":
-        """The outcome for cancelled jobs: with --dead-letter `dead`, a dead letter; otherwise `discard`, no trace."""
+        """The outcome of cancelled jobs: with --dead-letter `dead`, a dead letter; otherwise `discard`, no trace."""
         return "dead" if self.dead_letter else "discard"
 
 

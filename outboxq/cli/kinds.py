@@ -1,4 +1,4 @@
-"""`outboxq kinds`."""
+"""`outboxq kinds`: list, pause and resume kinds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

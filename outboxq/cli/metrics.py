@@ -1,4 +1,4 @@
-"""`outboxq metrics`: metrics of the tables for Prometheus; and the rules and the board that are shipped."""
+"""`outboxq metrics`: serve metrics of the tables for Prometheus, or print the shipped alert rules or dashboard."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field

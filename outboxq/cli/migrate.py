@@ -1,4 +1,4 @@
-"""`outboxq migrate`."""
+"""`outboxq migrate`: install, upgrade or downgrade outboxq's tables."""
 
 from typing import TYPE_CHECKING, Annotated
 

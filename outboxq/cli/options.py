@@ -1,4 +1,4 @@
-"""Options that several commands share, and commands whose options are the fields of a dataclass."""
+"""Options that several commands share, and functions that turn a dataclass of options into a command."""
 
 import inspect
 import re
@@ -21,9 +21,10 @@ Options = TypeVar("Options")
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Return a decorator that makes a command of a function whose only parameter is an object of this dataclass.
+    """Return a decorator that makes a command from a function with one parameter, an object of a dataclass.
 
-    The command has an option for each field of the dataclass.
+    The command has an option for each field of the dataclass `options`, and passes the function an object with their
+    values.
     """
 
     def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
@@ -35,10 +36,10 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
 def as_command(
     documented: Callable[..., object], parameters: Sequence[inspect.Parameter], run: Callable[[dict[str, Any]], None]
 ) -> Callable[..., None]:
-    """Return a command, for typer, that calls `run` with the values of its options, by name.
+    """Return a function for typer to register as a command; it calls `run` with the values of its options by name.
 
-    Typer takes the options from a function's signature, and the help from its docstring. So the command gets a
-    signature with these parameters, and the docstring of `documented`.
+    Typer takes the options from a function's signature, and the help from its docstring. So the returned function has
+    `parameters` as its signature, and the docstring of `documented`.
     """
 
     def command(**given: object) -> None:
@@ -90,7 +91,7 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON; lat
 
 
 def only(what: str) -> Any:
-    """Return an option that narrows a list down to one name, such as `--queue NAME`.
+    """Return a typer option that narrows a list down to one name, such as `--queue NAME`.
 
     Args:
         what: The option's name, without its dashes.
@@ -220,7 +221,7 @@ class ActingOptions(DatabaseOptions):
     ] = None
 
     def actions(self) -> "Actions":
-        """Return the object whose methods change things for operators; they write the audit, in this user's name."""
+        """Return the object whose methods make changes for operators, and record them in the audit with the user."""
         from outboxq import config
         from outboxq.admin.actions import Actions, Actor
         from outboxq.cli.output import notice

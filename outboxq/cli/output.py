@@ -1,7 +1,7 @@
 """Printing: details for people, JSON for programs, and notices on standard error.
 
-Fields have the names of the JSON's keys. Names and reasons come from the database, and may be crafted to deceive: they
-never reach a terminal as control sequences or as markup.
+Details name each field by its key in the JSON. Texts from the database may be crafted to deceive, so no control
+sequence or markup in them reaches the terminal.
 """
 
 import shutil
@@ -30,7 +30,7 @@ _with_json = ContextVar("with_json", default=False)
 
 @contextmanager
 def speaking_json(wanted: bool) -> Iterator[None]:
-    """In the block, print notices and errors as JSON if `wanted`: one object on each line, as `{"notice": "..."}`."""
+    """Print notices and errors in the block as JSON if `wanted`: one object on each line, as `{"notice": "..."}`."""
     token = _with_json.set(wanted)
     try:
         yield
@@ -98,7 +98,7 @@ def _broken(text: str, stream: TextIO, indent: str, hanging: str) -> str:
 
 
 def print_detail(detail: object, *, as_json: bool) -> None:
-    """Print one thing, such as a `JobDetail`, in full: its fields, with those of the summary in it, then its documents.
+    """Print one thing, such as a `JobDetail`, in full: its fields and those of a nested object, then its documents.
 
     Documents are the parts that are stored as JSON text, such as arguments.
     """
@@ -143,7 +143,7 @@ def _indented(json_text: str) -> str:
 def _print_attempts(errors: str) -> bool:
     """Print a job's failed attempts (JSON in `errors`), each with its traceback as Python prints it.
 
-    Return False if the JSON holds none that can be read.
+    Return False if no attempt can be read from the JSON.
     """
     attempts = read_attempts(errors)
     if attempts:

@@ -1,4 +1,4 @@
-"""`outboxq queues`, and `outboxq stats`, which counts their jobs."""
+"""`outboxq queues`: list, pause, resume and limit queues; and `outboxq stats`, which counts the jobs of queues."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -176,7 +176,7 @@ class LimitOptions(QueuesOptions):
     def are_for_jobs(self) -> bool:
         """Return True if the options set or remove a limit of running jobs, or if no option is given at all.
 
-        In the latter case the command fails later, with the message for limits.
+        Without any option the command then fails with the message about limits.
         """
         given = (self.limit, self.rate, self.burst, self.per_group)
         dropped = self.no_limit or self.no_rate or self.no_per_group
@@ -257,13 +257,13 @@ def _change(
     *,
     said: str | None = None,
 ) -> None:
-    """Change queues, and print for each of them if the command has changed it.
+    """Change queues, and print for each queue if the command has changed it.
 
     Args:
         change: Makes the change; returns the names of the queues that it changed.
         done: The word for a changed queue, such as paused; also the key in the JSON.
         before: The words for a queue that needed no change, such as paused already.
-        said: The words for a changed queue that people read; by default made from `done`.
+        said: The words that people read for a changed queue; by default made from `done`.
     """
     from outboxq.admin import queues
 
@@ -383,7 +383,7 @@ def _print_stats(options: StatsOptions, found: "Stats", now: datetime, of_databa
 
 
 class _Shown:
-    """A queue's numbers for the table of `outboxq stats`; those that are estimates are marked as such."""
+    """A queue's numbers for the table of `outboxq stats`, in which estimates are printed with a `~`."""
 
     def __init__(self, row: "QueueStats") -> None:
         self._row = row

@@ -1,4 +1,7 @@
-"""Commands that only read: decorators turn a function that takes a connection into a command that prints its result."""
+"""Decorators for commands that only read: they make a command from a function that takes a connection.
+
+The command prints what the function returns.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -21,7 +24,7 @@ Shared = TypeVar("Shared", bound=DatabaseOptions)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListOptions(DatabaseOptions):
-    """The options of every list, in addition to its filters."""
+    """The options that every list command has, in addition to its own filters."""
 
     limit: Annotated[int, typer.Option("--limit", metavar="NUMBER", min=1, max=10_000, help="At most this many.")] = 50
     wide: Wide = False
@@ -35,7 +38,7 @@ def lists(
     Args:
         name: The name of the list in the JSON.
         columns: The columns of the table.
-        filters: The options that narrow the list down.
+        filters: The names of the command's filters, for the notice that there are more rows.
         things: A noun for the rows; without it, the list's name.
     """
 
@@ -87,9 +90,9 @@ def _take(shared: type[Shared], given: dict[str, Any]) -> Shared:
 
 
 def what_became_of(connection: "Connection", job_id: "UUID", unless_known: str) -> str:
-    """Return a sentence about the last action of an operator on a job that is gone, from the audit.
+    """Return a sentence, from the audit, about the last action of an operator on a job that is gone.
 
-    Return `unless_known` if the audit has none.
+    Return `unless_known` if the audit has no such action.
     """
     from outboxq.admin.audit import last_action_on
 

@@ -287,9 +287,9 @@ class RelayOptions:
             raise WrongUsage("--reload is for development: leave --metrics out")
 
     def of_one_process(self) -> list[str]:
-        """Return the command line for each of the relay processes that a supervisor starts.
+        """Return the command line of a relay process, which a supervisor or `--reload` starts.
 
-        Database URLs are not in it, as other users of the machine could read them there.
+        The command line has no database URLs, because other users of the machine could read them there.
         """
         command = [sys.executable, "-m", "outboxq", "relay", self.target]
         command += ["--schema", self.schema, "--log-level", self.log_level]

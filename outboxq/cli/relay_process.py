@@ -1,4 +1,4 @@
-"""The process of `outboxq relay`: runs a relay, or keeps several processes that run one each."""
+"""The work of `outboxq relay`: run a relay in this process, or supervise several processes with a relay each."""
 
 import gc
 import logging
@@ -45,7 +45,7 @@ _log = logging.getLogger("outboxq.relay")
 def run_relay(options: RelayOptions) -> None:
     """Run a relay in this process, several in processes of their own, or one that restarts when files change.
 
-    The options decide which of these.
+    The options `processes`, `reload` and `database_url` decide which of these.
     """
     if options.log_format is not None:
         # Set up before the application is imported, so that its own logging set-up finds this one.
@@ -168,7 +168,7 @@ class _SaysThatItWaits:
 def _work(relay: Relay, *, drain: bool) -> RelayReport:
     """Run the relay until it is stopped or, to drain its queues, until no job is left; return its report.
 
-    If a handler is stuck, end the process.
+    If a handler does not end at its deadline, end the process.
     """
     try:
         # The garbage collector skips imported objects, which stay, and runs less often: a job's objects are freed at
@@ -196,10 +196,7 @@ _LEFT = {
 
 
 def _say_what_is_left(url: URL, schema: str, queues: Sequence[str]) -> None:
-    """Print how many jobs a drain has left in the queues, by the reason why they were not run.
-
-    Print nothing if none is left.
-    """
+    """Print how many jobs a drain has left in the queues, by the reason why they were not run."""
     try:
         with open_database(url.render_as_string(hide_password=False), schema) as begin, begin() as connection:
             left = count_left(connection, queues)
@@ -214,9 +211,9 @@ def _say_what_is_left(url: URL, schema: str, queues: Sequence[str]) -> None:
 
 
 def _end_stuck(error: Exception) -> NoReturn:
-    """Log the error that a handler is stuck, and end the process without waiting for any thread.
+    """Log the error that a handler does not end, and end the process without waiting for any thread.
 
-    At a normal exit Python might wait for the stuck thread, which may hold any lock.
+    At a normal exit Python might wait for the handler's thread, and the thread may hold any lock.
     """
 
     def say() -> None:
@@ -262,7 +259,7 @@ def _supervise(options: RelayOptions, databases: Mapping[str, tuple[URL, RelayCo
 def _child_environment(url: URL, settings: RelayConfig) -> Mapping[str, str]:
     """Return the environment variables for a relay process, with the URLs of its database.
 
-    On a command line other users of the machine could read the URLs.
+    The URLs are not on the command line, because other users of the machine could read them there.
     """
     return config.child_environment(_secrets(url, settings))
 
@@ -275,7 +272,7 @@ def _secrets(url: URL, settings: RelayConfig) -> dict[str, str]:
 
 
 def _check_database(url: URL, settings: RelayConfig, of_database: str = "") -> None:
-    """Refuse to start a relay if the database has an error that waiting would not mend.
+    """Refuse to start a relay if the database has an error that waiting would not mend, such as a wrong password.
 
     If the database cannot be reached for now, log libpq's message. The relay then waits for the database, but its own
     log does not have that message.

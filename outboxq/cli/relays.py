@@ -1,4 +1,4 @@
-"""`outboxq relays`."""
+"""`outboxq relays`: list the relays that live."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -61,9 +61,9 @@ def run_reloading(options: RelayOptions, environment: Mapping[str, str]) -> NoRe
 
 
 def _directories_of(target: str) -> Iterable[Path]:
-    """Yield the directories to watch for changes.
+    """Yield the current directory and, if it is elsewhere, the directory of the registry's top-level package.
 
-    They are the current one and, if it is elsewhere, that of the registry's top-level package.
+    These are watched for changes if the user names no directory.
     """
     here = Path.cwd()
     yield here
@@ -92,7 +92,7 @@ class _Relay:
     def tend(self, changed: list[str]) -> None:
         """Start the relay if it was never started, and restart it if files have changed.
 
-        Log once if it has ended by itself.
+        If the relay has ended by itself, log that once.
         """
         if changed:
             more = f", and {len(changed) - 1:,} more" if len(changed) > 1 else ""
@@ -108,7 +108,7 @@ class _Relay:
             _log.error("the relay ended with exit code %d: it starts again when a .py file changes", code)
 
     def stop(self) -> None:
-        """Stop the relay and wait for its end, which comes after its running jobs; if that takes too long, kill it."""
+        """Stop the relay, and wait until it has finished its running jobs; kill it if that takes too long."""
         if self._process is None:
             return
         self._process.terminate()

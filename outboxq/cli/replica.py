@@ -1,4 +1,4 @@
-"""Reading from a replica: `--read-url` of the commands that only read, and the notice of the replica's delay.
+"""Reading from a replica: the option `--read-url` of commands that only read, and the connection to the replica.
 
 This is the only module that decides which server a command reads. Changes and the doctor use the primary database.
 """
@@ -36,7 +36,7 @@ def replicas_of(
 ) -> "dict[str, URL]":
     """Return the URLs of replicas, by the names of their databases, from --read-url or from OUTBOXQ_READ_URL.
 
-    The variable counts only if no option names the databases (`given` is empty).
+    The variable is used only if `given`, the values of the options that name databases, is empty.
     """
     from outboxq import config
 
@@ -45,9 +45,9 @@ def replicas_of(
 
 @contextmanager
 def open_reading(url: "URL", replica: "URL | None", schema: str) -> "Iterator[Begin]":
-    """Open the replica if one is given, otherwise the database; yield a function that begins a transaction.
+    """Connect to the replica if one is given, otherwise to the database; yield a function that begins a transaction.
 
-    There is no fallback: an error of the replica is raised.
+    The database is never read in place of a replica that fails.
 
     Raises:
         ConfigError, CommandFailed: an error of the replica; the message says that it comes from the replica.

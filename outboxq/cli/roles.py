@@ -1,4 +1,4 @@
-"""`outboxq roles`."""
+"""`outboxq roles`: show the database rights that each part of outboxq needs, or print SQL that grants them."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,4 +1,4 @@
-"""`outboxq schedules`."""
+"""`outboxq schedules`: list, show, change and remove schedules, and run one now."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -307,7 +307,7 @@ def _change(
     *,
     said: str | None = None,
 ) -> None:
-    """Change schedules, and print for each of them if the command has changed it.
+    """Change schedules, and print for each schedule if the command has changed it.
 
     If one of them does not exist, the exit code is 1.
 
@@ -315,7 +315,7 @@ def _change(
         change: Makes the change; returns the names of the schedules that it changed.
         done: The word for a changed schedule, such as paused; also the key in the JSON.
         before: The words for a schedule that needed no change, such as was paused already.
-        said: The words for a changed schedule that people read; by default made from `done`.
+        said: The words that people read for a changed schedule; by default made from `done`.
     """
     from outboxq.admin import schedules
 

@@ -1,8 +1,7 @@
-"""Tables: fitted to a terminal's width, or tab-separated in a pipe.
+"""Printing of tables: fitted to the width of a terminal, or tab-separated in a pipe.
 
-In a terminal, columns without a value are left out, and if there is no room, those of the highest rank; a long text
-moves to a line of its own below its row. Ids are never cut, and times are printed as ages. A pipe gets every column
-with its full value, a line for each row, so that `cut -f 1` works.
+A terminal gets no columns without a value, and fewer columns if it is narrow. Ids are never cut, and times are printed
+as ages. A pipe gets every column with its full value, a line for each row, so that `cut -f 1` works.
 """
 
 import sys
@@ -33,14 +32,14 @@ _ALARMING = ("orphaned", "suspect", "unknown")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a list.
+    """A column of a list, such as that of `outboxq jobs list`.
 
     Args:
         name: The attribute of a row that the column shows, and its key in the JSON.
-        sort: An `id` is never cut, a `name` only if nothing else helps; a `text` is one line of the text that
-            `show` prints whole.
-        rank: A column of rank 0 is always shown; one of rank 1 too, unless even shortened names leave no room. From
-            2 on, columns of the highest rank are left out first.
+        sort: The sort of its values. A `name` is cut only if nothing else makes room. A `text` is cut to one line;
+            `show` prints all of it. Other values are never cut.
+        rank: 0: the column is always shown. 1: it is left out only if even shortened names leave no room. From 2 on:
+            columns of the highest rank are left out first.
         if_empty: True if the column is shown even if no row has a value.
     """
 
@@ -51,7 +50,7 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The column's name without its unit or `_at`, as the printed values show what they are: `run_at: in 5 m`."""
+        """The column's title: its name without `_at` or a unit, which the printed values show, as in `run: in 5 m`."""
         return self.name.removesuffix("_at").removesuffix("_seconds").replace("_per_minute", "/min")
 
     def cell(self, value: object, now: datetime | None) -> str:
@@ -61,7 +60,7 @@ class Column:
 
 @dataclass(slots=True)
 class _Shown:
-    """A column of a table with the texts of its cells, and the width at which it is printed."""
+    """A column of a table that is being printed: the texts of its cells, its width, and if it is aligned right."""
 
     column: Column
     cells: list[str]
@@ -88,7 +87,7 @@ def print_table(
         rows: Things with an attribute for each column.
         now: The database's time, from which ages count; without it, times are printed in full.
         wide: Print every column, and every value whole, also if the terminal is too narrow.
-        title: A line above it.
+        title: A line to print above the table.
         in_words: Formats a row as a sentence; used for all rows if the terminal is too narrow for the required columns.
     """
     rows = list(rows)
@@ -137,7 +136,7 @@ def is_number(values: Sequence[object]) -> bool:
 def _fit(shown: list[_Shown], width: int) -> _Shown | None:
     """Make a table fit the width: remove columns from the list `shown`, and make others narrower.
 
-    Return the column whose text is printed on a line of its own below each row, if there is one.
+    Return the column whose text is to be printed on a line of its own below each row; None if there is none.
     """
     text = next((each for each in shown if each.column.sort == "text"), None)
     if text is not None:

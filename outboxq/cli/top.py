@@ -1,4 +1,4 @@
-"""`outboxq top`."""
+"""`outboxq top`: watch queues, kinds, relays, long jobs and errors."""
 
 import sys
 import time
@@ -106,7 +106,7 @@ def print_snapshot(snapshot: "Snapshot", *, wide: bool) -> None:
 
 
 def not_known(snapshot: "Snapshot") -> list[str]:
-    """Return the parts of a snapshot that could not be read, as lines: for each reason, the names of the parts."""
+    """Return a line for each reason why parts of a snapshot could not be read: the parts' names, and the reason."""
     parts: dict[str, list[str]] = {}
     for each in snapshot.not_known:
         parts.setdefault(each.reason, []).append(each.part)

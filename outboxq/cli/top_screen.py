@@ -48,9 +48,9 @@ Detail VerticalScroll { border: round $primary; padding: 1 2; }
 
 
 class Detail(ModalScreen[bool]):
-    """A window above the tables, with a text.
+    """A window over the tables of `outboxq top` that shows a text, or asks a question.
 
-    If the text is a question, the window returns True for the key y, and False for any other key.
+    After a question, the window returns True for the key y, and False for any other key.
     """
 
     def __init__(self, said: str, *, asks: bool = False) -> None:
@@ -101,7 +101,7 @@ class Top(App[None]):
         self.is_frozen = False
 
     def rows(self, view: str) -> list[Any]:
-        """Return the rows that a table shows, in their present order, which the user may have changed."""
+        """Return the rows that the table named `view` shows, in their present order, which the user can change."""
         return self._rows[view]
 
     def compose(self) -> ComposeResult:
@@ -152,7 +152,7 @@ class Top(App[None]):
 
     @staticmethod
     def _pause_looking(seconds: float) -> bool:
-        """Wait for these seconds between two queries of the database; called in the thread that makes them.
+        """Wait for these seconds between two queries of the database; called in the thread that makes the queries.
 
         Return False if the screen has been closed, so that the thread ends too.
         """
@@ -176,7 +176,7 @@ class Top(App[None]):
         return bool(lines)
 
     def show_snapshot(self, snapshot: "Snapshot") -> None:
-        """Fill every table with the rows of the snapshot; in each, the same row as before stays selected."""
+        """Fill every table with the rows of the snapshot; the selected row of each table stays selected."""
         self._snapshot = snapshot
         said = "; ".join((f"{snapshot.at:%H:%M:%S} UTC, {summary(snapshot)}", *not_known(snapshot)))
         if self._say("#summary", Text(printable(said))):
@@ -218,7 +218,7 @@ class Top(App[None]):
 
     @property
     def _view(self) -> View | None:
-        """The table in the active tab; None for the doctor's tab, which has no rows."""
+        """The description of the table in the active tab; None for the doctor's tab, which has no rows."""
         active = self.query_one(TabbedContent).active
         return next((view for view in VIEWS if view.name == active), None)
 
@@ -353,7 +353,7 @@ class Top(App[None]):
         self.call_from_thread(self.notify, printable(said), markup=False)
 
     def _is_told(self, error: Exception) -> bool:
-        """If an error is a refusal of an action, show its message to the user, and return True.
+        """Show the user the message of an error that refused an action, and return True.
 
         Return False for any other error, which is a bug.
         """

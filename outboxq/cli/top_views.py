@@ -1,4 +1,4 @@
-"""The views of `outboxq top`: one for each table, with its columns and its rows."""
+"""The tables of `outboxq top`, each described by a `View`: its columns, and a function that returns its rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +18,9 @@ class View:
 
     Args:
         name: The table's key in the JSON.
+        title: The heading of the table; the part before a comma is the name of its tab.
         key: The names of the attributes that identify a row.
-        rows: Returns the table's rows from a snapshot; they have an attribute for each column.
+        rows: Returns the table's rows from a snapshot; they have an attribute for each of `columns`.
     """
 
     name: str

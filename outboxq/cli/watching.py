@@ -1,4 +1,4 @@
-"""`outboxq jobs watch`."""
+"""`outboxq jobs watch`: print each change of the states of jobs."""
 
 import sys
 import time
@@ -106,8 +106,8 @@ def watch_jobs(options: WatchOptions) -> None:
 def _look(connection: "Connection", options: WatchOptions, known: Iterable[UUID]) -> tuple[datetime, list[_Watched]]:
     """Return the database's time, and the states of the watched jobs.
 
-    These are the jobs that match the options, and the `known` ones: those may no longer match, because they died for
-    example.
+    These are the jobs that match the options, and the jobs with the ids `known`. Known jobs may no longer match, for
+    example because they have died.
     """
     from outboxq.admin.jobs import JobFilter, list_jobs
     from outboxq.statements.paging import database_clock

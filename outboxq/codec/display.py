@@ -8,15 +8,15 @@ _UNITS = (("d", 86_400.0), ("h", 3_600.0), ("m", 60.0))
 
 
 class Estimate(int):
-    """A number that is an estimate, so that `in_short` rounds it and marks it with `~`."""
+    """An estimated number: `in_short` rounds it and marks it with `~`."""
 
 
 class Latency(float):
-    """A duration in seconds that is often below one, so that `in_short` shows it in milliseconds then."""
+    """A duration in seconds that `in_short` shows in milliseconds if it is shorter than a second."""
 
 
 class Rate(float):
-    """A number per minute."""
+    """A number per minute, which `in_short` formats as a number; any other float is formatted as seconds."""
 
 
 def in_full(value: object) -> str:
@@ -93,5 +93,5 @@ def duration(seconds: float) -> str:
 
 
 def standby(delay_seconds: float) -> str:
-    """Return the words that say that data was read from a standby server, `delay_seconds` old."""
+    """Return a note for the reader of a report: its data came from a standby server, and is `delay_seconds` old."""
     return f"read from a standby, {delay_seconds:,.1f} s behind"

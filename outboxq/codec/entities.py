@@ -44,8 +44,9 @@ class EntityKey:
     """The primary key of an entity argument, as read from a job, by which the handler's session loads the entity.
 
     Attributes:
+        entity: The mapped class.
         identity: The primary key, as a tuple, even if it has only one column.
-        optional: True if the handler receives None if the row does not exist any more.
+        optional: True if the handler receives None in place of a row that does not exist any more.
         locked: True if the row is locked when it is loaded.
     """
 
@@ -75,8 +76,9 @@ class EntityArgument(msgspec.Struct, frozen=True, eq=False):
     Before that flush a new entity may have no primary key, which the stored arguments need.
 
     Attributes:
+        entity: The mapped object itself.
         key: The entity's identity key when the job was added; None if it had none yet.
-        optional: True if the handler receives None if the row does not exist any more.
+        optional: True if the handler receives None in place of a row that does not exist any more.
     """
 
     entity: object
@@ -98,16 +100,16 @@ class EntityArgument(msgspec.Struct, frozen=True, eq=False):
 
 
 def entities_of(values: Mapping[str, object], optional: Mapping[str, bool]) -> dict[str, EntityArgument]:
-    """Return those of these arguments that are entities, as `{name: EntityArgument}`.
+    """Return the entities among the arguments `values`, as `{name: EntityArgument}`.
 
-    `optional`: by name, True if the handler's annotation allows None.
+    `optional` maps an argument's name to True if the handler's annotation allows None.
     """
     states = {name: state for name, value in values.items() if (state := entity_state(value)) is not None}
     return {name: EntityArgument(values[name], state.key, optional.get(name, False)) for name, state in states.items()}
 
 
 def primary_key_of(entity: object) -> object:
-    """Return an entity's primary key as stored in arguments: one value, or a list if it has several columns.
+    """Return an entity's primary key as stored in arguments: one value, or a list if the key has several columns.
 
     Raises:
         ArgumentError: the entity was never flushed.
@@ -120,7 +122,7 @@ def primary_key_of(entity: object) -> object:
 
 
 def entity_of(annotation: object) -> tuple[type[object] | None, bool]:
-    """Return (mapped class, True if None is allowed) of an annotation `Account` or `Account | None`.
+    """Return the mapped class that an annotation names, and True if the annotation allows None (`Account | None`).
 
     Returns (None, False) if the annotation is no mapped class.
     """
@@ -134,7 +136,7 @@ def entity_of(annotation: object) -> tuple[type[object] | None, bool]:
 
 
 def is_locked(annotation: object) -> bool:
-    """Return True if the annotation is `Locked[Account]`, `Locked[Account | None]` or `Locked[Account] | None`."""
+    """Return True if an annotation requests a lock on the entity's row: `Locked[Account]`, with or without `| None`."""
     if typing.get_origin(annotation) is Annotated:
         return LOCKED in typing.get_args(annotation)[1:]
     return _is_union(annotation) and any(map(is_locked, typing.get_args(annotation)))
@@ -145,9 +147,9 @@ def _is_union(annotation: object) -> bool:
 
 
 def primary_key_type(entity: type[object]) -> object:
-    """Return the type by which a mapped class's stored primary key is decoded.
+    """Return the type by which a mapped class's primary key is decoded from JSON.
 
-    It is the column's type, or a tuple of types if the key has several columns.
+    The type is that of the column, or a tuple of types if the key has several columns.
     """
     mapper = entity_mapper(entity)
     assert mapper is not None
@@ -156,10 +158,10 @@ def primary_key_type(entity: type[object]) -> object:
 
 
 def is_same_key(entity: type[object], key: tuple[object, ...], identity: tuple[object, ...]) -> bool:
-    """Return True if a primary key that was read from JSON finds the row with the primary key `identity`.
+    """Return True if `key`, a primary key read from JSON, finds the row with the primary key `identity`.
 
-    That is so if each value equals the one in `identity` and has its type, or if the column converts both to equal
-    values for the driver.
+    Each value of `key` must be equal to the one in `identity` and have its type, or the column must convert both to
+    equal values for the driver.
     """
     mapper = entity_mapper(entity)
     assert mapper is not None
@@ -191,7 +193,7 @@ def _annotated_type(mapper: Mapper[object], column: ColumnElement[Any]) -> objec
 
 
 def _sent(column_type: TypeEngine[Any], value: object) -> object:
-    """Return the value that a column's type passes to the driver.
+    """Return the value that a column's type passes to the driver for `value`, so that two keys can be compared.
 
     If the type refuses the value, return a new object, which equals no other value.
     """

@@ -1,4 +1,4 @@
-"""Arguments of handlers: `Parameter` checks and converts one of them by its annotation, `Signature` all of a call."""
+"""Arguments of handlers: a `Parameter` checks and converts one argument, a `Signature` all arguments of a call."""
 
 import inspect
 import typing
@@ -38,7 +38,17 @@ _EMPTY = inspect.Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of a handler: its annotation, its check, and its conversion to and from JSON."""
+    """One argument of a handler: checks values by the annotation, and converts them to and from JSON.
+
+    Attributes:
+        name: The argument's name.
+        annotation: The argument's type.
+        required: True if the argument has no default.
+        entity: The mapped class, if the argument is an entity (a mapped object); otherwise None.
+        optional: True if an entity argument may be None.
+        locked: True if the entity's row is locked when it is loaded (`Locked[...]`).
+        decoder: Decodes the stored JSON: to the value, or to the primary key of an entity.
+    """
 
     name: str
     annotation: object
@@ -85,12 +95,12 @@ class Parameter:
             )
 
     def plain(self, value: object) -> object:
-        """Return the value to encode if it needs no check by `encode`: a simple value, or an entity's primary key.
+        """Return what to encode for a value that needs no check by `encode`: itself, or an entity's primary key.
 
-        This allows all arguments of a call to be encoded in one pass.
+        With this the caller can encode all arguments of a call in one pass.
 
         Raises:
-            ArgumentError: it is another value, which `encode` has to check.
+            ArgumentError: `encode` has to check the value.
         """
         if self.entity is None and type(value) in _NEVER_ENTITIES:
             return value
@@ -102,7 +112,7 @@ class Parameter:
         """Check that the value is an entity of the annotated class, or None if the annotation allows None.
 
         Raises:
-            ArgumentError: it is another value, or the annotation is no mapped class.
+            ArgumentError: the value is another one, or the annotation is no mapped class.
         """
         if self.entity is None:
             raise ArgumentError(f"argument {self.name!r} is not annotated with a mapped class, got an entity")
@@ -123,7 +133,7 @@ class Parameter:
         return self.loaded(value)
 
     def loaded(self, value: object) -> object:
-        """Return the argument for a decoded value: the value, or an `EntityKey` if it is an entity's primary key."""
+        """Return the argument for a decoded value: an `EntityKey` for an entity's primary key, else the value."""
         if self.entity is None or value is None:
             return value
         identity = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -131,7 +141,10 @@ class Parameter:
 
 
 class Signature:
-    """A handler's parameters without the context, the first one; checks, encodes and decodes the arguments of calls."""
+    """Checks, encodes and decodes the arguments of a handler's calls.
+
+    The handler's first parameter, the context, is not one of them.
+    """
 
     def __init__(self, kind: str, parameters: tuple[Parameter, ...], binder: inspect.Signature) -> None:
         self._kind = kind
@@ -180,7 +193,7 @@ class Signature:
         return None if "null" in text or "\\u0000" in text else text
 
     def _gives_back(self, name: str, stored: object, read: object) -> bool:
-        """Return True if the JSON of an argument, or of an entity's primary key, was read as an equal value."""
+        """Return True if `read`, decoded from the JSON of argument `name`, equals the encoded value `stored`."""
         if name in self._certain:
             return type(stored) in self._certain[name] or change_of_argument(stored, read) is None
         return read == (tuple(stored) if type(stored) is list else stored)
@@ -202,7 +215,7 @@ class Signature:
             raise ArgumentError(f"{self._kind}{self._binder}: {error}{also}") from error
 
     def all_values(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the arguments of a call by name, with the defaults of omitted ones, if `bind` accepts the call."""
+        """Return the arguments of a call that `bind` accepts, by name, with the defaults of omitted ones."""
         values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
         if values.keys() == self.parameters.keys() and len(values) == len(args) + len(kwargs):
             # Each argument is there once, so that binding them would change nothing.
@@ -214,7 +227,7 @@ class Signature:
     def entities(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, EntityArgument]:
         """Return the entities among the arguments of a call, as `{name: EntityArgument}`.
 
-        Only for calls that `encode_call` has accepted.
+        The call must be one that `encode_call` has accepted.
         """
         values = {**dict(zip(self._positional, args, strict=False)), **kwargs}
         return entities_of({name: values[name] for name in self.optional if name in values}, self.optional)
@@ -241,7 +254,7 @@ class Signature:
             raise ArgumentError(f"handler {self._kind!r}, {error}") from error.__cause__
 
     def decode(self, args: str) -> dict[str, object]:
-        """Decode the stored JSON object of a job to the arguments of the call, by name; an entity to an `EntityKey`.
+        """Decode a job's stored JSON object to the handler's arguments, by name; an entity is given as an `EntityKey`.
 
         Raises:
             PayloadError: the text is no object with arguments that fit; the message never quotes a value.

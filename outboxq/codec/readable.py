@@ -1,4 +1,4 @@
-"""Check that types can be read from JSON, so that a type that cannot is refused before values of it are stored."""
+"""Finds types that cannot be read from JSON, so that a handler with such a parameter is refused at once."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -54,7 +54,10 @@ _A_DAY = date(2000, 1, 1)
 
 
 def certain_types(annotation: object) -> frozenset[type[Any]]:
-    """Return the types of arguments that need no comparison: if `annotation` can read one, it reads an equal value."""
+    """Return the types of arguments that come back from JSON as equal values, if `annotation` can read them.
+
+    Arguments of these types need no comparison with what was read.
+    """
     found = inspect.type_info(annotation)
     if isinstance(found, inspect.UnionType):
         # An int or a float: the type that arrives depends on the value.
@@ -65,7 +68,7 @@ def certain_types(annotation: object) -> frozenset[type[Any]]:
 def change_of_argument(given: object, read: object) -> str | None:
     """Return the difference between an argument and the value read from its JSON, as `change_of` does.
 
-    None if there is none. A text that the annotation reads as a UUID or a datetime counts as no difference.
+    Return None if they are the same. A text that the annotation reads as a UUID or a datetime counts as the same.
     """
     return None if type(given) is str and type(read) in _READ_FROM_TEXT else change_of(given, read)
 
@@ -73,8 +76,8 @@ def change_of_argument(given: object, read: object) -> str | None:
 def change_of_result(value: object, data: bytes, declared: msgspec.json.Decoder[Any]) -> str | None:
     """Return the difference between a handler's result and the value read from its JSON `data`; None if there is none.
 
-    The JSON is read without a type first. If that changes the value, it is read by the declared type or, if none is
-    declared (`Any`), an object with fields, such as a dataclass, by its own class.
+    The JSON is read without a type first. If that changes the value, the JSON is read again by the declared type.
+    Without a declared type (`Any`), an object with fields, such as a dataclass, is read by its own class.
     """
     data = as_jsonb_has_it(data)
     change = change_of(value, msgspec.json.decode(data))
@@ -88,7 +91,7 @@ def change_of_result(value: object, data: bytes, declared: msgspec.json.Decoder[
 
 
 def encode_unread(name: str, value: object) -> bytes:
-    """Encode an argument as JSON text for a handler whose annotations are not known here: it is in another program.
+    """Encode an argument as JSON text for a handler of another program, whose annotations are not known here.
 
     An object with fields, such as a dataclass, is checked by its own class: if the class can read the JSON, the result
     must be equal.
@@ -119,7 +122,7 @@ def refusal_of(change: str) -> str:
 def as_jsonb_has_it(data: bytes) -> bytes:
     """Return JSON as PostgreSQL's jsonb returns it: large numbers without exponents, such as all digits of 1e23.
 
-    Such a number is then read as an int.
+    Such a number is read as an int, in a check of the value as later by a relay.
     """
     return msgspec.json.encode(_spelt_out(msgspec.json.decode(data))) if _EXPONENT.search(data) else data
 
@@ -174,7 +177,7 @@ def _compare(one: object, other: object) -> str | Iterable[_Pair]:
 def _parts(one: Any, other: Any) -> str | Iterable[_Pair] | None:
     """Return the pairs of parts (items, entries or fields) of two values of the same type, to be compared.
 
-    Returns the difference in words if parts were lost, and None if such values have no parts.
+    Returns the difference in words if parts were lost, and None if values of this type have no parts.
     """
     if isinstance(other, dict):
         return _different_entries(one, other)
@@ -211,9 +214,9 @@ def _different_items(one: Collection[object], other: Collection[object]) -> str 
 
 
 def _are_flat_twins(one: Any, other: Any) -> bool:
-    """Return True if two values are certainly the same: equal, and their items are of the same simple types.
+    """Return True if two values are certainly the same: they are equal, and their items have the same simple types.
 
-    Most values are, so that this saves the comparison part by part.
+    This is so for most values, and saves the comparison part by part.
     """
     kind = type(one)
     if kind is not type(other):

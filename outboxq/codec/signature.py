@@ -17,7 +17,10 @@ from outboxq.errors import RegistryError
 
 
 def declared_signature(function: Callable[..., object]) -> inspect.Signature:
-    """Return a function's signature, with forward references for names in annotations that do not exist yet."""
+    """Return a function's signature, even if its annotations use names that are not defined yet.
+
+    On Python 3.14, such a name becomes a forward reference.
+    """
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -57,7 +60,7 @@ def resolve_head(function: Callable[..., object], parameter: inspect.Parameter) 
 
 
 def resolve_return(call: Callable[..., object]) -> object:
-    """Return the type that a function is declared to return (of an async one, when awaited); None if not declared.
+    """Return the declared type of a function's result (of an async function's: when awaited); None if not declared.
 
     Raises:
         RegistryError: a name in the annotation cannot be found, or the annotation is not a type.
@@ -94,7 +97,10 @@ def _resolve(function: Callable[..., object], annotation: object, what: str) -> 
 
 
 def _carrier(annotation: object) -> type[object]:
-    """Make a class with only this annotation, so that no names of the function's other annotations are needed."""
+    """Return an empty class annotated with `annotation` alone.
+
+    `get_type_hints` can then resolve this annotation, even if others of the function name types that cannot be found.
+    """
     return type("carrier", (), {"__annotations__": {"value": annotation}})
 
 
@@ -114,7 +120,10 @@ def _type_checking_names_of(function: Callable[..., object]) -> Mapping[str, obj
 
 @functools.cache
 def _type_checking_names(module: ModuleType) -> Mapping[str, object]:
-    """Import what the module imports only below `if TYPE_CHECKING:`; return the objects by name."""
+    """Run the imports that a module has below `if TYPE_CHECKING:`, and return the imported objects by name.
+
+    With them, annotations that name such objects can be resolved.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(module)))
     except (OSError, TypeError, SyntaxError):

@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def escaped_json(json: str) -> str:
-    """Return the same JSON, with escapes for characters that act on a terminal or end a log line; line breaks stay."""
+    """Return the same JSON with an escape for each character that is not printable, except for line breaks."""
     if json.isprintable():
         return json
     return "".join(each if each.isprintable() or each == "\n" else _json_escape(each) for each in json)
@@ -86,7 +86,7 @@ def name_of(error: BaseException) -> str:
 
 
 def name_and_line(error: BaseException) -> str:
-    """Return an exception's class and the traceback's innermost line, without its text, which may quote secrets."""
+    """Return an exception's class and the traceback's innermost line, but not its message, which may quote secrets."""
     line: TracebackType | None = error.__traceback__
     while line is not None and line.tb_next is not None:
         line = line.tb_next

@@ -34,7 +34,10 @@ class _PydanticLike(Protocol):
 
 
 def _encode_foreign(value: object) -> object:
-    """Convert a value that msgspec cannot encode: a Pydantic model by its own method. Any other raises an error."""
+    """Convert a Pydantic model, for msgspec, which calls this for each value that it cannot encode itself.
+
+    Any other value raises an error.
+    """
     if entity_state(value) is None and hasattr(value, "model_dump"):
         # In the form that the model reads: by its aliases, without its computed fields.
         return cast("_PydanticLike", value).model_dump(mode="json", by_alias=True, round_trip=True)
@@ -130,7 +133,7 @@ def _floats(value: object) -> Iterator[float]:
 
 
 def join_object(fields: Mapping[str, bytes]) -> str:
-    """Return a JSON object of these fields, whose values are JSON already."""
+    """Return a JSON object of these fields, given by name as JSON text."""
     return msgspec.json.encode({name: msgspec.Raw(data) for name, data in fields.items()}).decode()
 
 
@@ -147,7 +150,9 @@ def encode_headers(headers: Mapping[str, str]) -> str:
 
 
 def fingerprint(payload: object) -> bytes:
-    """Return the SHA-256 of a content: of bytes as they are, of any other value as JSON with sorted keys.
+    """Return the SHA-256 of a message or a call's payload, by which a repetition with other content is noticed.
+
+    Bytes are hashed as they are, any other value as JSON with sorted keys.
 
     Raises:
         ArgumentError: JSON cannot hold the content.

@@ -1,6 +1,7 @@
 """The dashboard: queues, jobs, dead letters and relays in a browser, mounted in an application or served by itself.
 
-It reads what the command line reads, by the same functions, and needs the extra `outboxq[dashboard]`.
+The dashboard reads the same data as the `outboxq` command line, by the same functions. It needs the extra
+`outboxq[dashboard]`.
 """
 
 import outboxq.libpq  # noqa: F401  # before a module here imports psycopg

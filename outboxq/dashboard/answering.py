@@ -1,6 +1,7 @@
 """The steps from a request to its answer: identify the user, check the role and the form, then make the page or change.
 
-The requests of all routes go through these steps in this order. The table of routes says the role that each needs.
+The requests of all routes go through these steps in this order. The table of routes (`routes`) gives the role that each
+route needs.
 """
 
 import inspect
@@ -47,12 +48,13 @@ _SEVERAL = "id"
 
 
 class Dashboard:
-    """The objects that all requests to a dashboard share, and the functions that answer them.
+    """The objects that all requests to a dashboard share, and the functions that answer the requests.
 
     Args:
-        databases: The databases, each by the part of the path that names it (`Database.segment`).
-        kinds: The kinds that the application's registry has handlers for, for each database, by the same part of
-            the path.
+        databases: The databases, by their names in paths (`Database.segment`).
+        auth: The dashboard's own login, or the application's function that returns the user of a request.
+        seal: Signs cookies and previews.
+        kinds: The kinds with a handler, for each database.
         routes: The table of routes.
     """
 
@@ -190,8 +192,7 @@ class Dashboard:
         """Show an action's form again as the user filled it in, with the error and its HTTP status.
 
         Raises:
-            Refused: the error itself, if the client wants JSON, the form's subject does not exist, or the form
-                cannot be shown.
+            Refused: the error itself (`refused`), if the client wants JSON or the form cannot be shown.
         """
         if wants_json(page.request) or refused.status == 404:
             raise refused
@@ -238,7 +239,7 @@ def _run(route: Action, caller: Caller, desk: Desk, asked: Any, way: Way) -> Don
 
 
 def _names(request: Request) -> dict[str, str]:
-    """Return the names in a request's path, such as that of a queue, decoded (see `as_segment`), by parameter."""
+    """Return the names in a request's path, such as a queue's, decoded (see `as_segment`): `{parameter: name}`."""
     try:
         return names_in(request.path_params)
     except ValueError as error:

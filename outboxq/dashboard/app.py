@@ -46,7 +46,7 @@ _NOWHERE = Door(path="", answer=doors.find_nothing, needs=Role.READER)
 
 
 class DashboardApp(Starlette):
-    """The ASGI application that `create_app` returns."""
+    """The dashboard as an ASGI application; `create_app` returns it."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         async def find_nothing(request: Request, _: Exception) -> Response:
@@ -102,14 +102,14 @@ def create_app(
     """Create the dashboard, to be mounted in an ASGI application or served by itself.
 
     Args:
-        engine: A SQLAlchemy engine with psycopg 3, sync or async; or a mapping of several by name: a database's
-            pages are below its name.
-        auth: A function of the Starlette request, async or not, that returns a `User` or None; or one of the login
-            classes.
-        jobs: The application's registry, or a mapping of registries by the names of databases. With it, pages
-            describe kinds and name those without a handler, and edited arguments are checked.
-        read_engine: The engine that pages read, such as one of a hot standby; or a mapping by the names of some of
-            the databases. Changes, the pages that lead to them, and the doctor use `engine`.
+        engine: A SQLAlchemy engine with psycopg 3, sync or async; or `{name: engine}` for several databases: the path
+            of a database's pages begins with the name.
+        auth: A function of the Starlette request, async or not, that returns a `User`, or None for an unknown user; or
+            one of the login classes.
+        jobs: The application's registry, or a mapping of registries by the names of databases. With it, pages describe
+            kinds and name those without a handler, and edited arguments are checked.
+        read_engine: The engine that pages read from, such as one of a hot standby; or a mapping of such engines by the
+            names of some of the databases. Changes, the pages that lead to changes, and the doctor use `engine`.
         secret: 32 random bytes or more, the same in all processes that serve the dashboard. Without it each process
             makes its own, and sessions end with the process.
         options: See `Options`.

@@ -10,12 +10,12 @@ _TONES = ("a", "b", "c", "d")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The numbers of one line of a chart, or of the parts of one colour in stacked bars, the oldest first.
-
-    None in place of a number is not drawn: nothing is known of that time.
+    """The numbers of one line of a chart, or of all parts of one colour in stacked bars.
 
     Attributes:
-        tone: The colour: `a` is calm, `b` a second one, `c` a warning, `d` an alarm.
+        label: The name of the series.
+        values: The numbers, the oldest first. None means that the number at that time is not known: nothing is drawn.
+        tone: The colour: `a` is calm, `b` a second calm one, `c` a warning, `d` an alarm.
     """
 
     label: str
@@ -24,7 +24,7 @@ class Series:
 
 
 def bars(series: Sequence[Series], *, label: str, width: int = 600, height: int = 120) -> Markup:
-    """Return a chart of stacked bars as SVG: one bar for each place in the series, with a part for each series."""
+    """Return a chart of stacked bars as SVG: one bar for each point in time, with a part for each series."""
     number = max((len(each.values) for each in series), default=0)
     most = highest(series, stacked=True) or 1
     step = width / max(number, 1)
@@ -47,7 +47,7 @@ def bars(series: Sequence[Series], *, label: str, width: int = 600, height: int 
 
 
 def lines(series: Sequence[Series], *, label: str, width: int = 600, height: int = 120) -> Markup:
-    """Return a chart of lines as SVG: one for each series, all on one scale that begins at zero."""
+    """Return a chart of lines as SVG: one line for each series, all on one scale that begins at zero."""
     most = max((each for one in series for each in one.values if each is not None), default=0)
     drawn = [
         Markup('<polyline class="line tone-{tone}" points="{points}"/>').format(

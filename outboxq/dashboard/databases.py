@@ -52,6 +52,7 @@ class Way:
 
     Attributes:
         engine: The engine for changes.
+        schema: The schema of outboxq's tables.
         findings: The doctor's last findings in this database; None if it has not run.
         replica: The engine that pages read from; if None, they read from `engine`.
     """
@@ -63,9 +64,9 @@ class Way:
 
     @property
     def to_primary(self) -> "Way":
-        """A copy of this `Way` that reads from the primary too, in place of the replica.
+        """A copy of this `Way` that reads from the primary, not from the replica.
 
-        Pages that lead to a change or follow one use it: a replica may not have the latest changes yet.
+        For pages that lead to a change or follow one: a replica may not have the latest changes yet.
         """
         return replace(self, replica=None)
 
@@ -155,8 +156,7 @@ class Database:
     async def run(self, work: Callable[[Way], Found]) -> Found:
         """Call `work` with a `Way` to the database, and return the result.
 
-        `work` runs in a thread or, with an async engine, in a greenlet. Four calls run at a time, and further ones
-        wait.
+        Four calls run at a time, and further ones wait.
 
         Raises:
             Refused: four calls run, and 50 more wait.
@@ -184,7 +184,7 @@ class Database:
             return self.findings
 
     async def run_aside(self, work: Callable[[Way], Found]) -> Found:
-        """Call a long function with a `Way` to the database, as `run` does, but not as one of the four calls at a time.
+        """Call a long function with a `Way` to the database, as `run` does, but outside the limit of four calls.
 
         With a sync engine, cancelling the task does not end the function's thread: the caller has to make the function
         end.
@@ -213,8 +213,7 @@ class Database:
 async def _run_to_end(work: Callable[[], Found], limiter: CapacityLimiter) -> Found:
     """Call a function in a thread, and return its result. If the task is cancelled, wait until the function has ended.
 
-    A thread cannot be cancelled. Without the wait it would go on to use a connection of an engine that is closed by
-    then.
+    Otherwise its thread, which cannot be cancelled, could use a connection of an engine that was closed.
     """
     done: Future[Found] = Future()
 
@@ -243,7 +242,7 @@ def name_engines(
 ) -> dict[str, Database]:
     """Return a `Database` for each engine, by the database's name as paths contain it (`Database.segment`).
 
-    A single engine without a name is named after its PostgreSQL database.
+    A single engine without a name is named after its PostgreSQL database. Pages read from `replicas`.
 
     Raises:
         ConfigError: no engine, one that cannot be used, or an invalid name.

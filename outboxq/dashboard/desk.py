@@ -19,7 +19,9 @@ _MAX_DOC_CHARACTERS = 2_000
 
 @dataclass(frozen=True)
 class KnownKinds:
-    """The kinds of jobs that an application's registry has handlers for; without a registry, no kind counts as missing.
+    """The kinds of jobs that the application's registry has handlers for, to warn of kinds without a handler.
+
+    Without a registry, no kind counts as missing.
 
     Raises:
         RegistryError: on the first use, if the registry cannot be used.

@@ -1,4 +1,4 @@
-"""JSON as PostgreSQL stores it, read so that writing it again changes no number."""
+"""Functions that read, change and write JSON documents without changing their numbers."""
 
 import json
 import re
@@ -13,7 +13,7 @@ MAX_DEPTH = 200
 
 
 class ExactFloat(float):
-    """A float that also keeps its text in the JSON (`text`), which may have more digits than a float holds."""
+    """A float read from JSON that keeps its original text (`text`), so that writing it again loses no digits."""
 
     text: str
 
@@ -24,9 +24,9 @@ class ExactFloat(float):
 
 
 class ExactInt(int):
-    """An int that also keeps its text in the JSON (`text`).
+    """An int read from JSON that keeps its original text (`text`), so that writing it again loses no digits.
 
-    With more than 4,000 digits, which Python may refuse to convert, its value as an int is 0.
+    If Python may refuse to convert the text (more than 4,000 digits), the value as an int is 0.
     """
 
     text: str
@@ -38,11 +38,11 @@ class ExactInt(int):
 
 
 class TooDeep(ValueError):
-    """A document is nested too deeply to be shown."""
+    """Raised for a JSON document that is nested too deeply to be shown."""
 
 
 def read_tree(text: str) -> Tree:
-    """Return a JSON text as dicts, lists and values; its numbers keep their digits.
+    """Return a JSON text as dicts, lists and values; numbers keep their digits (see `ExactFloat`).
 
     Raises:
         TooDeep: the text is nested too deeply for Python's parser.
@@ -56,7 +56,7 @@ def read_tree(text: str) -> Tree:
 
 
 def change_strings(tree: Tree, change: Callable[[str], str], depth: int = 0) -> Tree:
-    """Return a copy of a document in which every string is replaced by the result of `change` for it; keys stay.
+    """Return a copy of a document in which `change` has been applied to every string value. Keys are not changed.
 
     Raises:
         TooDeep: the document is nested more than 200 levels deep.
@@ -70,7 +70,7 @@ def change_strings(tree: Tree, change: Callable[[str], str], depth: int = 0) -> 
 
 
 def check_depth(depth: int) -> None:
-    """Raise `TooDeep` if a depth is more than `MAX_DEPTH`, 200 levels."""
+    """Raise `TooDeep` if `depth`, the nesting at which a recursive function reads a document, is more than 200."""
     if depth > MAX_DEPTH:
         raise TooDeep("nested too deeply to be shown")
 

@@ -24,7 +24,7 @@ _FOR_GOOD = "public, max-age=31536000, immutable"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """The fields of the form that logs in."""
+    """The fields of the form that logs in: a name and password, or a token as `password`."""
 
     name: Annotated[str, Meta(max_length=255)] = ""
     password: Annotated[str, Meta(max_length=1_000)] = ""
@@ -32,7 +32,7 @@ class Credentials:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkToken:
-    """The token of a link that logs in."""
+    """The query parameter of a link that logs its user in: the link's token."""
 
     token: Annotated[str, Meta(max_length=200)] = ""
 
@@ -76,7 +76,7 @@ async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
 async def log_in(dashboard: "Dashboard", request: Request) -> Response:
     """Begin a session for the user whose token, or name and password, the form sends.
 
-    If they are wrong, show the form again.
+    If they do not match, show the form again.
     """
     page = page_of(request)
     login = dashboard.login
@@ -158,7 +158,11 @@ def _let_in(dashboard: "Dashboard", request: Request, page: Page, user: User) ->
 
 
 async def follow(dashboard: "Dashboard", request: Request) -> Response:
-    """Return the stream of events that keeps an open page current. A page that is not a live one is refused."""
+    """Return the stream of server-sent events that keeps an open page current.
+
+    Raises:
+        Refused: the page is not live, the user may not see it, or too many are open.
+    """
     watched = find_watched(dashboard.routes, request.path_params["page"], request.query_params)
     if watched is None:
         raise Refused(404, "This page is not live.")

@@ -1,6 +1,6 @@
 """The forms of actions: each has a page of its own at the action's path, which also shows its errors.
 
-All else is made from the declaration of a form: its page, the links to it, and the list of fields for programs.
+The declaration of a form is the source of its page, the links to that page, and the list of fields for programs.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,9 +14,10 @@ Kind: TypeAlias = Literal["text", "lines", "number", "choice", "check"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A field of a form.
+    """A field of an action's form, from which the form's page makes an input.
 
     Attributes:
+        kind: The sort of input.
         options: For the kind `choice`: each value, and the words shown for it.
         help: A sentence about the values that the field takes, shown below it.
     """
@@ -72,13 +73,13 @@ class Form:
     is_grave: bool = False
 
     def fields_for(self, about: About) -> tuple[Field, ...]:
-        """Return the fields to show for this subject: those that apply to it, then the field for the reason."""
+        """Return the fields to show for a subject: the form's fields that apply to it, then that for the reason."""
         reason = replace(REASON, is_required=self.needs_reason)
         return (*(each for each in self.fields if each.name not in about.without), reason)
 
 
 def show_form(look: Look, asked: Any, *, form: Form, name: str) -> View:
-    """Return the page with a form for the job, queue or other subject that the path's parameters (`asked`) name.
+    """Return the page of an action's form, for the job, queue or other subject that the path names (`asked`).
 
     Args:
         name: The name of the action that the form sends.

@@ -1,7 +1,8 @@
-"""A previewed change, signed, so that the same user can make it within five minutes, exactly as it was shown.
+"""Intents: previewed changes of many rows, signed, so that the same user can make exactly the change that was shown.
 
-An intent has the filter of the rows and the moment of the preview, so rows that were added later are not changed. It
-also has the id for the change's row in the audit, so a form that is sent twice begins the change only once.
+An intent is valid for five minutes. It has the filter of the rows and the moment of the preview, so rows that were
+added later are not changed. It also has the id for the change's row in the audit, so a form that is sent twice begins
+the change only once.
 """
 
 import secrets
@@ -28,7 +29,7 @@ _GRAVE = ("dead.discard",)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The user of a request, the id of the user's session, and the path segment of the database."""
+    """The user of a request, the id of his session (`session`), and the path segment of the database (`database`)."""
 
     user: User
     session: str
@@ -36,15 +37,18 @@ class Caller:
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """A previewed change of many rows, in the form in which it is signed.
+    """A previewed change of many rows. The preview's form contains it as signed text, and sends it to make the change.
 
     Attributes:
         entry: The id that the change's row in the audit will have.
+        name: The name of the action, such as `dead.retry`.
         filter: The filter of the rows as JSON, as the audit keeps it.
         change: The new values for these rows as JSON; None if the action, such as a discard, has none.
         count: The number of rows, up to 10,000.
         is_capped: True if there are more rows, which were not counted.
         until: The time at which the intent becomes too old, in seconds since 1970.
+        user: The name of the only user who may make the change.
+        session: The id of this user's session.
     """
 
     entry: UUID
@@ -81,11 +85,10 @@ class Intent(msgspec.Struct, frozen=True):
         return needed_for(self.name, self.expected)
 
     def words(self, *, is_production: bool) -> tuple[str, ...]:
-        """Return the words of which the user has to type one to confirm the change.
+        """Return the words that confirm the change: the user has to type one of them.
 
-        They are the number of rows and, if the filter names a queue, the queue's name.
-
-        Empty if no confirmation is needed: for up to 1,000 rows, unless the database is in production.
+        The words are the number of rows and, if the filter names a queue, the queue's name. There are none for a change
+        of up to 1,000 rows outside production: it needs no confirmation.
         """
         if self.count <= ASKED_ABOVE and not is_production:
             return ()
@@ -100,7 +103,7 @@ class Intent(msgspec.Struct, frozen=True):
 
 
 class Intents:
-    """Makes signed intents for the forms of previews, and verifies those that the forms send back."""
+    """Makes the signed texts of intents for the forms of previews, and verifies the texts that the forms send back."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
@@ -124,7 +127,7 @@ class Intents:
         return intent, self._seal.close("intent", intent)
 
     def open(self, sealed: str, caller: Caller) -> Intent:
-        """Verify the signed text that a form has sent back, and return its intent. That may be too old: see `is_old`.
+        """Verify the signed text that a form has sent, and return its intent, even if the intent is too old (`is_old`).
 
         Raises:
             Refused: this dashboard did not sign the text, or it is for another user, session or database.

@@ -1,6 +1,7 @@
-"""Live pages, which follow the database while they are open: one task for each database reads them while any is open.
+"""Live pages: pages that follow the database while browsers have them open.
 
-In each interval a page is read and rendered once for all its users, so it contains nothing of a single user.
+One task for each database reads and renders its open pages at intervals. A page is made once for all its users, so it
+contains nothing of a single user.
 """
 
 import asyncio
@@ -37,9 +38,10 @@ _MOST_STREAMS_OF_USER, _MOST_PAGES_OF_USER = 10, 5
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A page that browsers have open and that is kept current: a screen with its parameters.
+    """A live page that browsers have open: a screen with its parameters.
 
     Attributes:
+        asked: The parameters, as an object of the screen's dataclass.
         path: The page's path below the database's path.
     """
 
@@ -50,11 +52,12 @@ class Watched:
 
 @dataclass(eq=False, slots=True)
 class Follower:
-    """A browser that has a live page open. Its inbox holds one event, so a slow browser gets only the latest version.
+    """A browser that has a live page open. Its queue holds one event, so a slow browser gets only the latest version.
 
     Attributes:
         user: The name of the browser's user.
-        was_told: False until the first event was put into the inbox: until then the page is sent even if unchanged.
+        inbox: The queue with the next event to send.
+        was_told: True once an event was put into the queue. Before that, the page is sent even if unchanged.
     """
 
     user: str
@@ -65,8 +68,8 @@ class Follower:
 class Stream(StreamingResponse):
     """The response that streams the events of a live page to a browser.
 
-    It ends after some ten minutes (`STREAM_SECONDS`) even if the browser does not read. The function `leave`, which
-    removes the browser from the page's followers, is called at any end.
+    The response ends after some ten minutes (`STREAM_SECONDS`) even if the browser does not read. However it ends, it
+    calls the function `leave`, which removes the browser from the page's followers.
     """
 
     def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
@@ -83,7 +86,7 @@ class Stream(StreamingResponse):
 
 
 def find_watched(routes: Sequence[Route], page: str, query: Mapping[str, str]) -> Watched | None:
-    """Return the live page with this path and query; None if no live screen has the path.
+    """Return the live page with this path and query; None if there is no live page at the path.
 
     Args:
         page: The path below the database's; `overview` for the overview, whose own path is empty.
@@ -161,7 +164,7 @@ class Poller:
             await asyncio.sleep(self._dashboard.settings.live_seconds)
 
     async def _ask_doctor(self) -> None:
-        """Run the doctor at most once a minute, for the overview, which shows its findings; ignore expected errors."""
+        """Run the doctor at most once a minute, because the overview shows its findings; ignore expected errors."""
         if time.monotonic() < self._doctor_at:
             return
         self._doctor_at = time.monotonic() + FINDINGS_SECONDS

@@ -30,15 +30,18 @@ _LINE = re.compile(
 
 @runtime_checkable
 class Login(Protocol):
-    """The interface of a login with a form. The user who has logged in is kept in the session."""
+    """The interface of a login with a form, such as `TokenLogin`, which `create_app` takes as `auth`.
+
+    The session keeps the name of the user who has logged in.
+    """
 
     @property
     def asks_name(self) -> bool:
-        """Return True if the form has a field for a name in addition to the one for the password."""
+        """Return True if the login's form has a field for the user's name in addition to the password."""
         ...
 
     def log_in(self, name: str, password: str) -> User | None:
-        """Return the user with this name and password; None if they do not match. Called in a thread."""
+        """Return the user with this name and password; None if they do not match. It is called in a thread."""
         ...
 
     def take_link(self, token: str) -> User | None:
@@ -51,7 +54,8 @@ class Login(Protocol):
     def find(self, name: str) -> tuple[User, str] | None:
         """Return the user of this name, and a secret text that changes with the password; None if there is no user.
 
-        Called at each request, because the user may have been removed, or changed, since the session began.
+        The dashboard calls it at each request: a session ends if its user was removed, or if the secret text has
+        changed.
         """
         ...
 
@@ -61,7 +65,8 @@ class TokenLogin:
 
     Args:
         token: 16 characters at least; without a token, only the link logs in.
-        name: The name of these users in the audit.
+        name: The name of all these users in the audit.
+        role: The role of all these users.
 
     Raises:
         ConfigError: a token that is too short.
@@ -85,11 +90,11 @@ class TokenLogin:
         return self._link if time.monotonic() < self._link_until else None
 
     def log_in(self, name: str, password: str) -> User | None:  # noqa: ARG002  # as `Login` has it
-        """Return the user that all share if the password is the token; otherwise None."""
+        """Return the user that all share if `password` is the token; otherwise None."""
         return self._user if _is_same(password, self._token) else None
 
     def take_link(self, token: str) -> User | None:
-        """Return the user that all share, and make the link invalid.
+        """Return the user that all share if the token is the link's, and make the link invalid.
 
         Return None if the token is wrong, or the link was used or has expired.
         """
@@ -100,13 +105,13 @@ class TokenLogin:
         return self._user
 
     def find(self, name: str) -> tuple[User, str] | None:
-        """Return the user that all share, with the token, if this is the user's name; otherwise None."""
+        """Return the user that all share, with the token, if `name` is this user's name; otherwise None."""
         return (self._user, self._token) if name == self._user.name else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Scrypt:
-    """The parameters of a password's hash. By default scrypt takes 16 MiB and five passes, some 250 ms.
+    """The parameters with which scrypt makes a password's hash. The defaults take 16 MiB and some 250 ms.
 
     Attributes:
         cost: The exponent of scrypt's N, which is a power of two.
@@ -189,6 +194,7 @@ class HeaderAuth:
     Args:
         header: The name of the header.
         proxies: The addresses, or networks in CIDR, of the trusted proxies.
+        role: The role of all users.
 
     Raises:
         ConfigError: there is no proxy, or one is not an address.

@@ -1,8 +1,8 @@
 """Checks of a request's origin: that its host is one of the dashboard's, and that its form comes from the dashboard.
 
-Three independent checks keep other sites from acting through the browser of a logged-in user: of the headers
-Sec-Fetch-Site and Origin, which the browser sets, and of a token that only the dashboard's pages have. On plain http
-browsers do not send Sec-Fetch-Site.
+Three independent checks keep other sites from acting through the browser of a logged-in user. Two are of the headers
+Sec-Fetch-Site and Origin, which the browser sets; the third is of a token that only the dashboard's pages have. On
+plain http browsers do not send Sec-Fetch-Site.
 """
 
 import ipaddress

@@ -49,45 +49,45 @@ _WRONG = re.compile(r"(?P<what>.+) - at `\$\.(?P<name>\w+)(?:\[\d+\])?`", re.DOT
 
 
 class BadRequest(OutboxqError):
-    """A parameter is missing or invalid."""
+    """Raised for a missing or invalid parameter of a request; answered with status 400."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nothing:
-    """The parameters of a route that has none."""
+    """The empty parameters of a page or action that takes none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfQueue:
-    """The path's parameter: a queue."""
+    """The parameters in the path of a route about one queue."""
 
     queue: Name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfJob:
-    """The path's parameter: a job."""
+    """The parameters in the path of a route about one job."""
 
     job_id: UUID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfKind:
-    """The path's parameter: a kind."""
+    """The parameters in the path of a route about one kind."""
 
     kind: Name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfSchedule:
-    """The path's parameter: a schedule."""
+    """The parameters in the path of a route about one schedule."""
 
     name: Scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfEffect:
-    """The path's parameters: an effect's scope and key."""
+    """The parameters in the path of a route about one effect."""
 
     scope: Scope
     key: Key
@@ -95,7 +95,7 @@ class OfEffect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfMessage:
-    """The path's parameters: an accepted message, by its consumer and its id."""
+    """The parameters in the path of a route about one accepted message."""
 
     consumer: Scope
     message_id: Key
@@ -103,28 +103,28 @@ class OfMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfEntry:
-    """The path's parameter: the id of an operator's action in the audit."""
+    """The parameters in the path of a route about one operator's action in the audit."""
 
     entry: UUID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasonedJob(OfJob):
-    """A job, and the reason why it is changed."""
+    """The fields of a form about one job: the job, and the reason for the change."""
 
     reason: Reason = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasonedSchedule(OfSchedule):
-    """A schedule, and the reason why it is changed."""
+    """The fields of a form about one schedule: the schedule, and the reason for the change."""
 
     reason: Reason = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasonedEntry(OfEntry):
-    """An action of the audit, and the reason why it is stopped or resumed."""
+    """The fields of a form that stops or resumes a change of many rows: its id in the audit, and the reason."""
 
     reason: Reason = ""
 
@@ -134,6 +134,7 @@ class Paged:
     """The parameters of a list that is read in pages, the newest rows first.
 
     Attributes:
+        limit: The most rows of a page.
         before: The id of the last row of the previous page, after which this page begins; None for the first page.
     """
 
@@ -168,7 +169,7 @@ def read_parameters(
 
 
 def _in_words(problem: str) -> str:
-    """Turn a message of msgspec about a parameter into a sentence that begins with the parameter's name."""
+    """Turn an error message of msgspec about a parameter into a sentence that begins with the parameter's name."""
     missing = _MISSING.fullmatch(problem)
     if missing is not None:
         return f"{missing['name']} is missing: fill it in"

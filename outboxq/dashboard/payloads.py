@@ -1,8 +1,9 @@
-"""Payloads: arguments, headers, results and error texts, from which secrets are removed before a page is made.
+"""Payloads (arguments, headers, results, error texts), and the removal of secrets from them before a page is made.
 
-In the mode `redacted`, the values of secret keys are hidden, at any depth, also in JSON inside a string; error texts
-lose the same values, and the text after words such as `password=`. In the mode `hidden` nothing of a payload is shown.
-The application's own hook `redact` is called after that; it can hide more, and no search finds what it hides.
+In the mode `redacted`, the values of secret keys such as `password` are hidden, at any depth, also in JSON inside a
+string. Error texts are shown without these values, and without the text after words such as `password=`. In the mode
+`hidden` nothing of a payload is shown. The application's own hook `redact` is called last: it can hide more, and
+searches do not find what it hides.
 """
 
 import re
@@ -63,7 +64,7 @@ def is_secret(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A JSON payload, reduced to the part that may be shown.
+    """A JSON payload, such as a job's arguments, reduced to the part that may be shown.
 
     Attributes:
         pretty: That part as JSON over several lines, for a page; empty if nothing may be shown.
@@ -90,12 +91,12 @@ def _document(pretty: str, raw: str) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """The rules by which payloads are shown.
+    """The rules by which payloads (arguments, headers, results, error texts) are shown.
 
     Args:
         mode: `redacted` hides the values of secret keys, `hidden` hides all payloads, and `shown` hides nothing.
-        redact: The application's own hook, called with a kind and its arguments; returns the arguments to show. If
-            it fails, nothing is shown.
+        redact: The application's own hook, called with a kind and its arguments; returns the arguments to show. If it
+            fails, nothing is shown.
     """
 
     mode: Mode = "redacted"
@@ -176,7 +177,7 @@ class Payloads:
     def text(self, said: str | None, hidden: Sequence[str] = ()) -> str | None:
         """Return an error's text, or a job's note, without secrets.
 
-        Return a mask instead in the mode `hidden`, or if the job has over 1,000 hidden values.
+        In the mode `hidden`, or if the job has over 1,000 hidden values, return a mask instead.
 
         Args:
             hidden: The hidden values of the same job, as `secrets_of` finds them.
@@ -188,9 +189,9 @@ class Payloads:
         return without_secrets(said, hidden)
 
     def knows(self, hidden: Sequence[str] | None) -> bool:
-        """Return True if the hidden values of a job are known, so that its texts may be shown without these values.
+        """Return True if the hidden values of a job can be removed from its texts, so that the texts may be shown.
 
-        That takes the mode `redacted`, and at most 1,000 hidden values.
+        That is possible in the mode `redacted`, if the values were read and are at most 1,000.
 
         Args:
             hidden: The hidden values of the job; None if they were not read.
@@ -200,8 +201,8 @@ class Payloads:
     def reason(self, said: str, hidden: Sequence[str] | None = None) -> str:
         """Return the reason why a job died, without secrets.
 
-        Without the hidden values of the job, or in the mode `hidden`, only a beginning without the error's text is
-        returned, such as the number of attempts and the error's type; or a mask, if there is no such beginning.
+        If the hidden values are not known, or in the mode `hidden`, only the part before the error's text is returned,
+        such as the number of attempts and the error's type. If there is no such part, a mask is returned.
 
         Args:
             hidden: The hidden values of the same job; None if they were not read.
@@ -216,7 +217,7 @@ class Payloads:
     def error(self, said: str) -> str:
         """Return the error by which dead letters are grouped, as far as it may be shown.
 
-        The name of an exception's type is shown. Any other text is the reason why a job died without one, and is
+        An exception's type is shown. Jobs that died without an exception are grouped by their reason, which is
         redacted.
         """
         return said if _TYPE_NAME.fullmatch(said) else self.reason(said)
@@ -247,7 +248,7 @@ def at_path(tree: Any, path: Sequence[str]) -> Any:
 
 
 class HookFailed(Exception):
-    """The application's hook `redact` has raised an error."""
+    """Raised if the application's hook `redact` raises an error: the payload is then not shown."""
 
 
 def redacted(tree: Tree, depth: int = 0, taken: set[str] | None = None) -> Tree:
@@ -274,9 +275,9 @@ def redacted(tree: Tree, depth: int = 0, taken: set[str] | None = None) -> Tree:
 
 
 def _is_named(values: list[Tree], at: int) -> bool:
-    """Return True if the element at this place in a list is the value of a secret name, which precedes it.
+    """Return True if an element of a list is secret because the element before it is the name of a secret.
 
-    So it is in a pair such as ["X-Api-Key", "..."], or after a word such as --password.
+    Examples are the second of a pair such as ["X-Api-Key", "..."], and the element after a word such as --password.
     """
     name = values[at - 1] if at else None
     return isinstance(name, str) and (len(values) == 2 or name.startswith("-")) and is_secret(name)
@@ -289,10 +290,7 @@ def _masked(tree: Tree, depth: int, taken: set[str] | None) -> str:
 
 
 def _redacted_text(text: str, depth: int, taken: set[str] | None) -> str:
-    """Redact a string.
-
-    If the string is JSON, it is redacted like a document; any other string is redacted like an error's text.
-    """
+    """Return a string of a document without secrets: JSON is redacted like a document, other text like an error's."""
     if text.lstrip()[:1] in ("{", "[", '"'):
         try:
             inner = read_tree(text)
@@ -307,7 +305,7 @@ def _redacted_text(text: str, depth: int, taken: set[str] | None) -> str:
 def without_secrets(text: str, hidden: Sequence[str], taken: set[str] | None = None) -> str:
     """Return a text with masks in place of its secrets.
 
-    These are the given values, the passwords of URLs, and the text after a word such as `password=`.
+    Secrets are the values in `hidden`, the passwords of URLs, and the text after a word such as `password=`.
 
     Args:
         hidden: The values to mask.
@@ -324,7 +322,7 @@ def without_secrets(text: str, hidden: Sequence[str], taken: set[str] | None = N
 
 
 def _without_cut(text: str, hidden: Sequence[str]) -> str:
-    """Mask a part of a hidden value at the end of a text, which is there if the text was cut within the value."""
+    """Mask the beginning of a hidden value at the end of a text that was cut within this value."""
     end = text.removesuffix("...")
     tail = end[-_CUT_FROM_CHARACTERS:]
     begun = (value for value in hidden if value[:_MIN_HIDDEN_CHARACTERS] in tail)
@@ -333,7 +331,7 @@ def _without_cut(text: str, hidden: Sequence[str]) -> str:
 
 
 def _common(end: str, value: str) -> int:
-    """Return the length of the longest beginning of `value` with which `end` ends; 0 if it is less than four."""
+    """Return the length of the longest prefix of `value` that `end` ends with; 0 if the length is less than four."""
     most = min(len(end), len(value) - 1)
     return next((size for size in range(most, _MIN_HIDDEN_CHARACTERS - 1, -1) if end.endswith(value[:size])), 0)
 
@@ -344,7 +342,7 @@ def _without_bearer(found: re.Match[str], taken: set[str]) -> str:
 
 
 def _without_url_password(found: re.Match[str], taken: set[str]) -> str:
-    """Return the matched part of a text with its password masked if it is a URL. The password ends at the last @."""
+    """Return the matched part of a text; if it is a URL, its password is masked. The password ends at the last @."""
     before, scheme, rest = found.group().partition("://")
     user, colon, password = rest.rpartition("@")[0].partition(":")
     if not colon:
@@ -354,10 +352,7 @@ def _without_url_password(found: re.Match[str], taken: set[str]) -> str:
 
 
 def _without_named(text: str, taken: set[str]) -> str:
-    """Mask each value in a text that follows a secret word and a separator, as in `password=...`.
-
-    The text is read once, from left to right.
-    """
+    """Mask each value in a text that follows a secret word and a separator, as in `password=...`."""
     parts: list[str] = []
     end = 0
     for found in _SEPARATOR.finditer(text):
@@ -383,7 +378,7 @@ def _leaves(tree: Tree, depth: int) -> Iterator[str]:
 
 
 def without_bytes(payloads: Payloads, text: str) -> str:
-    """Return an endpoint's stored response (JSON text) with a mask in place of a binary body.
+    """Return a stored HTTP response (JSON text) with a mask in place of a binary body.
 
     A binary body is hidden whole, because secrets in it cannot be found.
     """
@@ -399,7 +394,7 @@ def without_bytes(payloads: Payloads, text: str) -> str:
 def hide_errors(payloads: Payloads, errors: str, hidden: Sequence[str]) -> str:
     """Return the JSON of a job's failed attempts with secrets removed from each error text.
 
-    Types and code locations stay. If the JSON cannot be read, return an empty list as JSON.
+    The types and code locations of the errors stay. If the JSON cannot be read, return an empty list as JSON.
     """
     if payloads.mode == "shown":
         return errors

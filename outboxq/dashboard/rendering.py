@@ -50,7 +50,7 @@ class Page:
     """One request, and the data with which its answer is rendered.
 
     Attributes:
-        database: The path segment of the database; None if the page is about no single one.
+        database: The database's name in paths; None if the page is about no single database.
         asked: The parameters of the screen, as an object of its dataclass.
         flash: The message about the user's last action, shown once.
         form: The fields that the request sent.
@@ -89,7 +89,7 @@ def relative(inner: str, path: str) -> str:
 
 
 class _Compiled(BytecodeCache):
-    """A cache of compiled templates, shared by all dashboards of a process. It saves time in tests, which make many."""
+    """A cache of compiled templates that all dashboards of a process share, to save time in tests."""
 
     def __init__(self) -> None:
         self._known: dict[str, bytes] = {}
@@ -141,7 +141,7 @@ class Renderer:
         }
 
     def page(self, page: Page, view: View, look: Look, token: str) -> HTMLResponse:
-        """Render a screen as a whole page, even for htmx in the browser, which takes only the main part from it.
+        """Render a screen as a whole page.
 
         Args:
             token: The token that the page's forms send.
@@ -156,7 +156,7 @@ class Renderer:
         """Render the parts of a live page that change while it is open.
 
         Return `{name of the event that sends a part: HTML of the part}`. The parts are the same for all users. If the
-        page has been replaced by another one, because its job died for example, they contain a link to that page.
+        path shows another page by now, because the job died for example, the parts contain a link that loads it.
         """
         context = self._links(inner, database, look.now)
         template = self._environment.get_template(view.template)
@@ -207,7 +207,6 @@ class Renderer:
 
 
 def _filters() -> dict[str, Any]:
-    """Return the template filters, by name: they format values for people."""
     return {
         "segment": as_segment,
         "visible": lambda value: printable(str(value)),
@@ -246,7 +245,7 @@ def _age(value: datetime, now: datetime) -> str:
 
 
 def _clock(value: datetime | str) -> str:
-    """Return a time as text for people, in UTC; a text that is no time stays as it is."""
+    """Return a time as text for people, in UTC. Text that is no time stays as it is."""
     if isinstance(value, str):
         try:
             return _clock(datetime.fromisoformat(value))
@@ -264,7 +263,7 @@ def _number(value: float | None, *, estimated: bool = False) -> str:
 
 
 def _short(value: UUID | str) -> str:
-    """Return the last 12 characters of an id, which identify it: an id begins with a time."""
+    """Return an id cut to its last 12 characters, which identify it: the first ones are a time."""
     return f"…{str(value)[-12:]}"
 
 

@@ -10,8 +10,8 @@ from outboxq.names import MAX_SCOPE_BYTES, check_key
 class Role(IntEnum):
     """The role of a user; each role includes the rights of the lower ones.
 
-    READER reads. OPERATOR makes changes that can be undone or that jobs undergo anyway: pauses, retries, cancels. ADMIN
-    makes all other changes: discards, forgets, resolves.
+    READER reads. OPERATOR makes changes that can be undone, or that happen to jobs anyway: pauses, retries, cancels.
+    ADMIN makes all other changes, such as discards, forgets and resolves.
     """
 
     READER = 1

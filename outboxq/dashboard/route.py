@@ -1,6 +1,6 @@
-"""Routes: each has a path, a method, and the role that it needs.
+"""Routes of the dashboard: each has a path, a method, and the role that it needs.
 
-A function is reached only by its route, so the table of routes names everything that requests can do.
+Requests reach a function only by its route, so the table of routes names everything that requests can do.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,13 +30,13 @@ MAX_FORM_BYTES = 1_500_000
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The tools that an action's function receives.
+    """The tools that an action's function receives to make its change.
 
     Attributes:
         begin: Begins a transaction that changes something.
         actions: The changes that an operator can make, in the name of the user; they write the audit.
-        warn: Called with a sentence for the log if a failed change left marks on jobs that could not be cleared;
-            such jobs run one at a time once.
+        warn: Logs a sentence if a rolled back change left marks in jobs' rows that could not be cleared. Such jobs run
+            one at a time once, as if a relay had died in them.
     """
 
     begin: "Begin"
@@ -48,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of an action.
+    """The result of an action, which its function returns.
 
     Attributes:
         text: The message to show on the next page.
@@ -71,6 +71,7 @@ class Screen:
         path: The path below `/{db}/`.
         show: The function that makes the page.
         takes: The dataclass of the page's parameters.
+        needs: The lowest role that may see the page.
         section: The entry of the navigation that the page belongs to.
         live: True if the page is kept current while a browser has it open.
         method: POST for a page whose parameters come from a form.
@@ -97,10 +98,13 @@ class Action:
     """The route of a change of a database, which a form or a program sends.
 
     Attributes:
+        path: The path below `/{db}/`.
         name: The action's name in the audit.
         act: The function that makes the change.
         of: The dataclass of the path's parameters.
         takes: The dataclass of the form's fields; the field `reason`, if there is one, goes into the audit.
+        needs: The lowest role that may make the change.
+        section: The entry of the navigation that the form's page belongs to.
         form: The action's form, which GET shows, and which is shown again after an error.
         again: For an action without a form: the function that makes the page after an error.
     """
@@ -145,8 +149,9 @@ class Door:
     """The route of a request about no single database: logging in or out, the list of databases, a static file.
 
     Attributes:
+        answer: The function that answers the request.
         needs: The role that the user needs; None if the route needs no login.
-        form_bytes: The most bytes that its form may have.
+        form_bytes: The largest size of the request's form, in bytes.
     """
 
     path: str

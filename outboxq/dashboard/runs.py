@@ -1,7 +1,7 @@
 """Changes of many rows that go on in the background: two at a time, each in a thread or a greenlet of its own.
 
-Each page of rows is committed together with its record in the audit. So if this process ends, the audit says how far
-the change came, and this dashboard, another one, or the command line can resume it.
+Each page of rows is committed together with its record in the audit. So if this process ends, the audit says how many
+rows were changed, and this dashboard, another one, or the command line can resume the change.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ OnPage: TypeAlias = Callable[[Total], None]
 
 @dataclass(frozen=True, slots=True)
 class ToRun:
-    """A change of many rows that is to go on in the background.
+    """A change of many rows that an action has begun, for `Runs` to run in the background.
 
     Attributes:
-        entry: The id of its row in the audit.
-        run: Changes all pages of rows; called in a thread or a greenlet.
+        entry: The id of the change's row in the audit.
+        run: Changes all rows, page by page; called in a thread or a greenlet.
     """
 
     entry: UUID
@@ -54,7 +54,7 @@ class Runs:
         self._running: dict[tuple[str, UUID], asyncio.Task[Total]] = {}
 
     def has(self, database: Database, entry: UUID) -> bool:
-        """Return True if the change with this row in the audit runs in this process."""
+        """Return True if the change with this row in the audit (`entry`) runs in this process."""
         return (database.segment, entry) in self._running
 
     async def start(self, database: Database, wanted: ToRun) -> bool:

@@ -1,4 +1,4 @@
-"""Texts that this dashboard signs, so that it can recognise its own: sessions, tokens of forms, messages."""
+"""Signed texts, by which the dashboard recognises the session cookies, form tokens and messages that it has made."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ MIN_SECRET_BYTES = 32
 
 
 class Seal:
-    """Signs texts with a secret, each for one purpose.
+    """Signs texts with a secret. Each text is signed for one purpose, and is not valid for another.
 
     Args:
         secret: 32 bytes at least; if None, a random secret that other processes do not have.
@@ -36,7 +36,7 @@ class Seal:
     def is_mac(self, purpose: str, text: str, given: str) -> bool:
         """Return True if `given` is the signature of a text for this purpose.
 
-        The comparison takes the same time for any text.
+        The comparison takes constant time, so that the time reveals nothing of the signature.
         """
         return hmac.compare_digest(self.mac(purpose, text).encode(), given.encode(errors="replace"))
 

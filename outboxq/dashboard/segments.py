@@ -1,4 +1,4 @@
-"""Names as parts of a path: readable ones as they are, all others in base64url after a tilde."""
+"""Encoding of names, such as a queue's, for paths: plain names stay as they are, others are base64url after a tilde."""
 
 import base64
 import binascii

@@ -21,9 +21,9 @@ def is_open(host: str) -> bool:
 
 
 def hosts_of(host: str, names: Sequence[str]) -> list[str]:
-    """Return the names that a Host header may have: the host at which the server listens, and the given names.
+    """Return the names that the dashboard accepts in a Host header: the host at which the server listens, and `names`.
 
-    If the server listens on all addresses, `*` allows any IP address.
+    If the server listens on all addresses, the result also has `*`, which allows any IP address.
     """
     shown = f"[{host}]" if ":" in host else host
     return [shown, *names, *(["*"] if host in ("0.0.0.0", "::") else [])]  # noqa: S104  # compared, not listened on
@@ -56,7 +56,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Called by uvicorn to handle signals: do nothing, because `serve` stops the server."""
+        """Do nothing, where uvicorn would begin to handle signals: `serve` stops the server."""
         yield
 
 
@@ -66,7 +66,7 @@ def serve(
     """Serve an application on a listening socket until the process is to stop.
 
     Args:
-        stopping: A context manager that registers a function to call when the process is to stop.
+        stopping: Returns a context manager. Within it, the given function is called when the process is to stop.
     """
     config = uvicorn.Config(
         app,

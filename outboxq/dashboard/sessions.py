@@ -25,13 +25,12 @@ _ENDED_MOST = 10_000
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A browser, and the user who has logged in there.
+    """A browser's session, and the user who has logged in there. The browser has it as a signed cookie.
 
     Attributes:
         until: The time at which the session ends, in seconds since 1970.
         user: The user's name; None if no user has logged in.
-        mark: A value made from the user's login data; if the password changes, it no longer fits, and the session
-            ends.
+        mark: A value made from the user's login data. If the password changes, the value differs, and the session ends.
     """
 
     id: str
@@ -53,6 +52,7 @@ class Sessions:
     The cookies' names are derived from the secret, because dashboards on several ports of one host share cookies.
 
     Args:
+        seal: Signs the cookies.
         origins: The dashboard's origins as browsers see them, if a proxy is in front.
     """
 
@@ -134,7 +134,7 @@ class Sessions:
         return self._seal.is_mac("csrf", _bound(session, user), given)
 
     def _is_secure(self, request: Request) -> bool:
-        """Return True if the browser uses TLS, to this server or to a proxy in front of it."""
+        """Return True if the browser uses TLS, to this server or to a proxy: cookies are then sent only over TLS."""
         if request.url.scheme == "https" or f"https://{request.headers.get('host', '')}" in self._origins:
             return True
         # A proxy may send another Host than the browser did.

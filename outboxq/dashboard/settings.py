@@ -18,7 +18,7 @@ logger = logging.getLogger("outboxq.dashboard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRef:
-    """The job that a page is about, given to the application's function `links`, which makes links to other systems.
+    """The job of a page, which the application's function `links` receives, to return links to other systems.
 
     Attributes:
         headers: The job's headers without secrets; empty if payloads are hidden.
@@ -32,7 +32,7 @@ class JobRef:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link from a job's page to another system: its traces, its logs.
+    """A link from a job's page to another system, such as its logs. The application's function `links` makes it.
 
     Raises:
         ConfigError: an address that is neither http nor https.
@@ -53,19 +53,19 @@ class Options(TypedDict, total=False):
     """The options of `create_app`, each with a default.
 
     Attributes:
-        schema: The schema of the tables.
+        schema: The schema of outboxq's tables.
         title: The title in the corner of each page.
-        environment: The name shown on every page; in `production`, `prod` or `live`, changes of many rows are
-            confirmed by typing.
-        payloads: `redacted` hides values of secret keys, `hidden` all arguments, headers, results and error texts,
-            and `shown` nothing.
+        environment: The name shown on every page. In `production`, `prod` or `live`, users confirm changes of many rows
+            by typing a word.
+        payloads: `redacted` hides values of secret keys, `hidden` all arguments, headers, results and error texts, and
+            `shown` nothing.
         redact: Called with a kind and its arguments; returns the arguments that may be seen.
         links: Called with the job of a page; returns links to other systems.
-        hosts: Names that the Host header may have; if None, any name, and the surrounding application has to check
-            it.
-        origins: The dashboard's origins in browsers, such as `https://ops.example.com`, if a proxy changes the
-            scheme or the host.
-        live_seconds: The interval in which open pages are made again, 2 to 60 seconds.
+        hosts: Names that the Host header may have. None allows any name: the surrounding application then has to check
+            the header.
+        origins: The dashboard's origins in browsers, such as `https://ops.example.com`, if a proxy changes the scheme
+            or the host.
+        live_seconds: The interval at which open pages are made again, 2 to 60 seconds.
     """
 
     schema: str
@@ -81,7 +81,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of `create_app` other than its engines and its way of logging in.
+    """The checked options of `create_app`; `Options` describes them.
 
     Raises:
         ConfigError: an invalid value.
@@ -137,6 +137,6 @@ class Settings:
     def is_production(self) -> bool:
         """Return True if the environment is `production`, `prod` or `live`.
 
-        Changes of many rows are then confirmed by typing.
+        Users then confirm changes of many rows by typing a word.
         """
         return (self.environment or "").lower() in ("production", "prod", "live")

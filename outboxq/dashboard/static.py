@@ -1,7 +1,7 @@
 """Static files: the dashboard's own, and those of other projects, whose versions and hashes are in vendor.toml.
 
-The path of each contains a part of the file's hash: browsers may cache it for ever, and load another path after an
-upgrade.
+The path of each file contains a part of the file's hash: browsers may cache the file for ever, and load another path
+after an upgrade.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""Attempts to log in: one at a time, in a thread of their own.
+"""Attempts to log in: passwords are checked one at a time, in a thread.
 
-The more have failed, the later a failure is answered.
+The more attempts have failed within a minute, the later a failure is answered: guessing takes long.
 """
 
 import logging
@@ -24,7 +24,7 @@ _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
 
 
 class Tries:
-    """Runs the attempts of all browsers to log in. The delay after failures does not apply to a correct attempt."""
+    """Runs the login attempts of all browsers. Only the answers to failed attempts are delayed."""
 
     def __init__(self) -> None:
         self._limiter: CapacityLimiter | None = None
@@ -59,7 +59,7 @@ class Tries:
     def _count_failure(self) -> float:
         """Count a failed attempt to log in; return the seconds to wait before it is answered.
 
-        They are 0.1 for the first failure, and double with each further one within a minute, up to 5.
+        The delay is 0.1 s for the first failure, and doubles with each further failure within a minute, up to 5 s.
         """
         now = time.monotonic()
         while self._failed_at and self._failed_at[0] < now - _REMEMBERED_SECONDS:

@@ -1,4 +1,4 @@
-"""The input of a screen, and its result: the same data for a page and for JSON."""
+"""The input and the result of the functions that make pages: `Look` reads the database, `View` has the contents."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -22,7 +22,7 @@ _PAGE_SECONDS = 6.0
 
 
 class Look:
-    """The data source of a screen: one read of a database, in a READ ONLY transaction.
+    """The access of a page's function to a database: one READ ONLY transaction, with the settings and known kinds.
 
     Args:
         caller: The user; None for a live page, which many users see.
@@ -62,14 +62,13 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The contents of a screen.
+    """The contents of a page, as its function returns them.
 
     Attributes:
         template: The file name of the page's template.
         data: The contents, named as in the command line's --json; the template receives them too.
         extra: More contents, for the template only.
-        later: Returns further entries of `extra`; called after the transaction, for slow work that needs no
-            database.
+        later: Returns further entries of `extra`; called after the transaction, for slow work that needs no database.
         title: The title of the page.
     """
 
@@ -81,7 +80,7 @@ class View:
 
     @property
     def whole(self) -> "View":
-        """This view, with the contents that `later` returns added to `extra`."""
+        """This view with the entries that `later` returns added to `extra`."""
         return self if self.later is None else replace(self, extra={**self.extra, **self.later()}, later=None)
 
 
@@ -97,7 +96,8 @@ def look_at(way: Way, desk: Desk, show: Callable[[Look], Shown], caller: Caller 
 def flat(detail: object, **documents: Document | None) -> dict[str, object]:
     """Return a detail such as `JobDetail` as one flat dict, as `show --json` prints it.
 
-    It has the detail's fields and those of the summary in it; `documents` replace fields of the same name.
+    The dict has the detail's fields, and the fields of the summary in the detail. `documents` replace fields of the
+    same name.
     """
     fields: dict[str, object] = {}
     for name, value in asdict(detail).items():  # type: ignore[call-overload]  # a dataclass, whichever it is
@@ -109,7 +109,7 @@ def flat(detail: object, **documents: Document | None) -> dict[str, object]:
 
 
 def as_json(data: Mapping[str, object]) -> bytes:
-    """Return the data of a view as JSON, with the text of each `Document` as it is."""
+    """Return the data of a view as JSON; the JSON text of each `Document` is not changed."""
     # Written by hand: msgspec encodes dataclasses itself, without calling a hook.
     whole = {
         name: msgspec.Raw(value.raw.encode()) if isinstance(value, Document) else value for name, value in data.items()

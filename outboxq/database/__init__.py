@@ -1,3 +1,3 @@
-"""The database below outboxq's tables: connections, engines and sessions, and what statements leave on a connection."""
+"""Access to the database: connections, engines, sessions and errors, and a watch over handlers' statements."""
 
 import outboxq.libpq  # noqa: F401  # before a module here imports psycopg

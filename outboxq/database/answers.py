@@ -28,11 +28,12 @@ _MOST_NOTED = 1_000
 
 
 class Answer(Coroutine[Any, Any, T]):
-    """The coroutine of an async call of outboxq's, recorded so that a forgotten `await` is noticed.
+    """The coroutine that a call of outboxq's async API returns; it is recorded, so that a forgotten `await` is noticed.
 
     Its use as a truth value raises TypeError, for the same reason.
 
     Args:
+        coroutine: The coroutine that does the work.
         call: The text of the call, for the error: "find_job(...)".
     """
 
@@ -82,8 +83,8 @@ def count_coroutines() -> Mapping[Coroutine[Any, Any, Any], str]:
 def note(coroutine: Coroutine[Any, Any, Any], call: str) -> None:
     """Record a coroutine with the text of its call, to find out later if it was ever begun.
 
-    A later text for the same coroutine replaces the earlier one. From 1,000 recorded ones on, those that were begun are
-    dropped.
+    A later text for the same coroutine replaces the earlier one. Once 1,000 coroutines are recorded, those that were
+    begun are dropped.
     """
     awaited.note(call, coroutine)
     made = _made.get()
@@ -96,7 +97,10 @@ def note(coroutine: Coroutine[Any, Any, Any], call: str) -> None:
 
 
 def inner_coroutine(waited_for: object) -> object:
-    """Return the coroutine that an `Answer` wraps, given the answer or what its `await` runs; else the given object."""
+    """Return the coroutine inside an `Answer`, or inside an `Answer`'s running `await`; any other object unchanged.
+
+    Code that follows what a task waits for cannot see through an `Answer` otherwise.
+    """
     if isinstance(waited_for, Answer):
         return waited_for.coroutine
     if isinstance(waited_for, GeneratorType) and waited_for.gi_frame is not None:

@@ -54,14 +54,17 @@ def give_up(connection: Connection) -> None:
 
 
 def finish(connection: DriverConnection) -> None:
-    """Close a connection that one thread uses by `run_on_libpq`. That thread must call this."""
+    """Close a connection on which one thread runs statements through libpq, past psycopg (`run_on_libpq`).
+
+    Only that thread may call this function: to close a connection during a statement would crash the process.
+    """
     # psycopg's own close() may be a coroutine; libpq's needs no waiting.
     assert libpq_users.get(connection.pgconn, get_ident()) == get_ident(), "a connection is closed by another thread"
     connection.pgconn.finish()
 
 
 def _lock(driver: "psycopg.Connection[Any]") -> bool:
-    """Take the driver's lock; if a running statement has it, shut down the socket, which ends that statement.
+    """Take the driver's lock, to close the connection; end a running statement that has it by shutting down its socket.
 
     Return False if the lock is never freed, because code holds it with an unfinished COPY or stream.
     """
@@ -79,7 +82,7 @@ def _lock(driver: "psycopg.Connection[Any]") -> bool:
 
 
 async def _lock_async(driver: "psycopg.AsyncConnection[Any]") -> bool:
-    """Take an async driver's lock; if a running statement has it, shut down the socket, which ends that statement.
+    """Take an async driver's lock, to close the connection; end a running statement that has it by its socket.
 
     Return False if the lock is never freed, because code holds it with an unfinished COPY or stream. Only tasks of this
     event loop use the connection.

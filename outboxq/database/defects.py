@@ -41,7 +41,7 @@ def contain(error: Exception) -> None:
 
 
 def report(error: BaseException) -> None:
-    """Log a defect, once for each type and place. Its text is left out, because it may quote a value."""
+    """Log a defect, once for each type and place, without the error's text, which may quote a value."""
     *_, (module, line) = (place for place in _places(error) if place[0].startswith("outboxq."))
     _log(type(error).__name__, f"{module}:{line}")
 

@@ -61,7 +61,8 @@ _WORTHWHILE = 20
 class Script:
     """Statements that are sent in one round trip.
 
-    Each belongs to an owner, a name that its caller chooses, under which the answer has the statement's rows.
+    `parts` has each statement with its owner: a name that the caller chooses, by which `Answer.rows` has the rows of
+    its statements.
     """
 
     parts: list[tuple[str, str]] = field(default_factory=list)
@@ -135,7 +136,7 @@ def may_be_of_prepared(error: BaseException) -> bool:
 class PreparedStatements:
     """Remembers the statements for one purpose, such as claims, that are presumably prepared on a connection's server.
 
-    It may be wrong: the driver drops all prepared statements at a rollback, and with a transaction pooler each
+    The record may be wrong: the driver drops all prepared statements at a rollback, and with a transaction pooler each
     transaction may run in another server session. A statement that fails for this reason costs one more round trip. It
     is prepared again, unless fewer than 20 executions (`_WORTHWHILE`) came after the previous loss: then the next 20
     are sent as plain text.
@@ -161,7 +162,7 @@ class PreparedStatements:
     def failed(self, error: BaseException, name: str) -> bool:
         """Return True if the statement failed only because it was prepared, or because its prepared form is missing.
 
-        It should be sent again then. For that, `names` and `is_plain` are changed, by which the next try either
+        The caller should then send it again. `names` and `is_plain` have been changed, so that the next try either
         prepares the statement or sends it as text.
         """
         if self.is_plain or not may_be_of_prepared(error):
@@ -187,7 +188,7 @@ NOT_PREPARED = PreparedStatements(prepares=False)
 
 @dataclass(frozen=True, slots=True)
 class ServerSession:
-    """Facts about the server session of a connection on which claims and commits depend.
+    """The server session of a connection: facts that claims and commits need.
 
     Args:
         epoch: A text that changes whenever the server restarts.
@@ -203,9 +204,9 @@ class ServerSession:
     finished_rows: PreparedStatements = NOT_PREPARED
 
     def roll_back(self, connection: Connection) -> None:
-        """Send ROLLBACK if the connection may have prepared statements, which the driver's own rollback would drop.
+        """Send ROLLBACK so that prepared statements remain: the driver's own rollback would drop them.
 
-        Otherwise, or if the connection is lost, do nothing: the caller rolls back by SQLAlchemy anyway.
+        If the connection can have none, or is lost, do nothing: the caller rolls back by SQLAlchemy anyway.
         """
         if self.claims is not NOT_PREPARED and not is_lost(connection):
             run_script(connection, "ROLLBACK")
@@ -226,7 +227,7 @@ def driver_connection(connection: Connection) -> DriverConnection:
     """Return the psycopg connection below an SQLAlchemy connection.
 
     Raises:
-        TypeError: it is another driver's.
+        TypeError: the connection is another driver's.
     """
     proxied = connection._dbapi_connection  # noqa: SLF001  # the property also calls the guard
     below = dbapi_connection(connection) if proxied is None else proxied.dbapi_connection
@@ -272,7 +273,7 @@ def run_script(connection: Connection, *statements: str) -> Rows:
 def run_alone(connection: Connection, statement: str) -> Rows:
     """Send a statement that needs no transaction as a single message, without BEGIN and COMMIT; return its rows.
 
-    If users' code listens to the begin or commit of transactions, it is sent in a transaction after all.
+    If users' code listens to the begin or commit of transactions, the statement is sent in a transaction after all.
 
     Raises:
         psycopg.Error: the statement failed.
@@ -375,7 +376,7 @@ libpq_users = weakref.WeakKeyDictionary[PGconn, int]()
 def run_on_libpq(connection: PGconn, script: str, answer_seconds: float | None = None) -> list[tuple[str | None, ...]]:
     """Run statements on a connection that only this thread uses; return the rows of the last that has any, as texts.
 
-    It never waits for ever, as libpq's own call would if the other end of the connection is gone.
+    Unlike libpq's own call, this never waits for ever if the other end of the connection is gone.
 
     Args:
         answer_seconds: The longest time in which no byte may be sent or received; `ANSWER_SECONDS` if None. A long
@@ -429,7 +430,7 @@ def _wait(connection: PGconn, events: int, seconds: float) -> int:
     """Wait until the connection's socket is ready for one of these events; return the ready ones as a bit mask.
 
     Raises:
-        psycopg.OperationalError: it was ready for none within `seconds`.
+        psycopg.OperationalError: the socket was not ready within `seconds`.
     """
     ready = _select([connection.socket], events, seconds)
     if not ready:
@@ -447,7 +448,7 @@ def wait_readable(files: "list[socket.socket | int]", seconds: float) -> bool:
 
 
 def _select(files: "list[socket.socket | int]", events: int, seconds: float) -> int:
-    """Wait until a file is ready for one of the events; return these, 0 if none within `seconds` (at most a day)."""
+    """Wait until a file is ready for one of `events`; return the ready events, or 0 after `seconds` (at most a day)."""
     # Not select(): it refuses file descriptors from 1024 on.
     with selectors.DefaultSelector() as selector:
         for file in files:
@@ -496,10 +497,10 @@ def is_lost(connection: Connection) -> bool:
 
 
 def is_at_rest(connection: Connection) -> bool:
-    """Return True if a statement can be sent: none is under way, and no other code waits to send one. No I/O.
+    """Return True if a statement can be sent: none is under way, and no other code waits to send one. There is no I/O.
 
-    It is False after an unfinished COPY or stream, which keeps the driver's lock for ever, and in the driver's pipeline
-    mode, which refuses outboxq's statements. It is True for an invalidated connection.
+    The result is False after an unfinished COPY or stream, which keeps the driver's lock for ever, and in the driver's
+    pipeline mode, which refuses outboxq's statements. It is True for an invalidated connection.
     """
     if connection.invalidated:
         return True

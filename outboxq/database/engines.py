@@ -99,8 +99,8 @@ _SETTINGS_BY_NAME: Mapping[str, Mapping[str, int | str]] = {
 def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> Engine:
     """Make a psycopg engine that hides parameters from error texts, and whose connections notice a vanished server.
 
-    They use TCP keepalives, and fail some 25 seconds after the server has vanished. The engine has a pool only if
-    `pooled`.
+    The connections use TCP keepalives, and fail some 25 seconds after the server has vanished. The engine has a pool
+    only if `pooled`.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
@@ -160,8 +160,8 @@ def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engin
 def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | None]:
     """Return outboxq's arguments for `psycopg.connect`, such as time-outs, without those that the URL sets itself.
 
-    SQLAlchemy would let an argument win over the URL. Only `options` and `prepare_threshold` may repeat the URL's:
-    outboxq's server settings are put in front of the former, and the latter is converted.
+    SQLAlchemy would let an argument win over the URL. Only two may repeat the URL's: in `options`, outboxq's server
+    settings are put in front of the URL's, and `prepare_threshold` is converted to a number.
 
     Raises:
         ConfigError: a `prepare_threshold` that is neither a number nor "none".
@@ -189,9 +189,9 @@ def _prepare_threshold(given: str | tuple[str, ...]) -> int | None:
 
 
 def _given_options(url: URL) -> str:
-    """Return the user's own startup options (`-c name=value`): those in the URL or, without these, in PGOPTIONS.
+    """Return the user's own startup options (`-c name=value`): those in the URL or, if it has none, in PGOPTIONS.
 
-    They are put after outboxq's, and so override them.
+    Callers put them after outboxq's options, so that the user's win.
     """
     in_url = url.query.get("options")
     if in_url is not None:
@@ -273,7 +273,7 @@ def listen_connector(
 
 
 def _sync_connector(take: Callable[[], PoolProxiedConnection]) -> Callable[[], DriverConnection]:
-    """Return a function that takes a new connection out of a pool for good: the pool never gets it back.
+    """Return a function that takes a connection out of a pool for good, for a listening thread.
 
     Args:
         take: Returns a connection of the pool.
@@ -294,7 +294,7 @@ def _sync_connector(take: Callable[[], PoolProxiedConnection]) -> Callable[[], D
 def _async_connector(
     take: Callable[[], Awaitable[PoolProxiedConnection]], loop: Callable[[], asyncio.AbstractEventLoop | None]
 ) -> Callable[[], DriverConnection]:
-    """Return a function that takes a connection out of an async engine's pool for good: the pool never gets it back.
+    """Return a function that takes a connection out of an async engine's pool for good, for a listening thread.
 
     The function is called in a thread outside the event loop, and waits there until the loop has opened the connection.
 
@@ -325,7 +325,7 @@ def _result_in(loop: asyncio.AbstractEventLoop, opening: "Future[DriverConnectio
     """Wait in this thread, for at most 30 seconds, for the connection that an event loop opens, and return it.
 
     Raises:
-        OSError: the time has passed, or the loop was closed, after which it would never report anything.
+        OSError: the time has passed, or the loop was closed and will never open the connection.
     """
     deadline = time.monotonic() + _OPEN_SECONDS
     while not wait([opening], timeout=0.1).done:
@@ -361,14 +361,17 @@ def beside_connector(
 def _take_beside(engine: Engine) -> PoolProxiedConnection:
     """Open a connection outside the engine's pool, with the engine's settings, listeners and way to connect.
 
-    It comes from a new pool that is made for this one connection.
+    The connection comes from a new pool that is made for it alone.
     """
     # Calls that wait for a result may use up the connections of the engine's pool.
     return engine.pool.recreate().connect()
 
 
 def _url_connector(url: URL, application_name: str) -> Callable[[], DriverConnection]:
-    """Return a function that connects by psycopg without an engine, whose first queries would have no time limit."""
+    """Return a function that connects to `url` by psycopg.
+
+    No engine is used, because an engine's first queries would have no time limit.
+    """
     _, in_url = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
     parameters = {**in_url, **connect_arguments(url, application_name), "autocommit": True}
     refused = threading.Event()

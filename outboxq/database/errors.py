@@ -87,7 +87,7 @@ _OF_PREPARED = ("RevalidateCachedQuery", "FetchPreparedStatement", "StorePrepare
 def is_of_prepared(error: BaseException) -> bool:
     """Return True if a statement failed only because it was prepared, so that another try can succeed.
 
-    An ALTER TABLE has made its plan outdated, its name is in use already, or the server has lost it.
+    An ALTER TABLE has made the statement's plan outdated, its name is in use already, or the server has lost it.
     """
     try:
         original: object = error.orig if isinstance(error, DBAPIError) else error
@@ -112,7 +112,7 @@ def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
 
 @contextmanager
 def missing_tables_explained() -> Iterator[None]:
-    """Advise to run `outboxq migrate` if a statement in this block fails because a table or column is missing.
+    """Raise an error that advises to run `outboxq migrate` if a statement in this block misses a table or column.
 
     The block must use outboxq's tables only.
 
@@ -131,13 +131,15 @@ def missing_tables_explained() -> Iterator[None]:
 class NoConnection(Exception):
     """An engine gave no connection because users' code in it failed, such as a listener or a token service's client.
 
-    The error of that code is the `__cause__`.
+    `opening` raises it, and a relay treats it as an outage of the database. The error of that code is the `__cause__`.
     """
 
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Wrap a block that opens a connection: errors of users' code in the engine are raised as NoConnection, an outage.
+    """Raise errors of users' code in the engine as NoConnection, in a block that opens a connection.
+
+    The caller can then treat them as an outage of the database, and try again.
 
     Raises:
         NoConnection: instead of an error of that code; errors of the driver and of SQLAlchemy are raised unchanged.
@@ -162,7 +164,7 @@ def outage_reason(error: BaseException) -> str | None:
 def is_refused(error: BaseException) -> bool:
     """Return True if the server answered and refused the login: it knows no such database, role or password.
 
-    Waiting does not help then. If several hosts were tried, each must have refused it.
+    Waiting does not help then. If several hosts were tried, each must have refused the login.
     """
     return _refusal(error) is not None and not any(reason in str(error) for reason in _OUTAGE_REASONS)
 
@@ -178,7 +180,7 @@ INSUFFICIENT_PRIVILEGE = "42501"
 
 
 def is_database_unavailable(error: BaseException) -> bool:
-    """Return True if the server is unreachable, stopping, starting, full or a standby; False for one refused statement.
+    """Return True if the server is unreachable, stopping, starting, full or a standby; False if it refused a statement.
 
     An error without an SQLSTATE counts as unavailable.
     """
@@ -202,10 +204,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_refusal(error: BaseException) -> str:
-    """Return the type and SQLSTATE of an error of one of outboxq's own statements.
+    """Return the type and SQLSTATE of an error of one of outboxq's own statements, as text for a message.
 
-    If the server does not support a feature (0A000), also its message. Such a message quotes no value, unless a user's
-    function raises it; then it is left out.
+    If the server does not support a feature (0A000), the server's message is added. It quotes no value, unless a user's
+    function raises it: then it is left out.
     """
     original = error.orig if isinstance(error, DBAPIError) else error
     said = describe_error(error)
@@ -216,10 +218,10 @@ def describe_refusal(error: BaseException) -> str:
 
 
 def is_transient(error: Exception) -> bool:
-    """Return True if the same transaction may succeed later. Errors of any driver are understood.
+    """Return True if the same transaction may succeed later; errors of any driver are understood.
 
-    True if the server is unreachable, stopping, starting, full or a standby, if the engine's pool is exhausted, or if
-    the server ended the transaction because of others (deadlock, serialization failure, lock_timeout).
+    This is so if the server is unreachable, stopping, starting, full or a standby, if the engine's pool is exhausted,
+    or if the server ended the transaction because of others (deadlock, serialization failure, lock_timeout).
     """
     if not isinstance(error, DBAPIError):
         return isinstance(error, OSError | PoolTimeout)

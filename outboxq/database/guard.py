@@ -64,8 +64,8 @@ class Savepoint(NestedTransaction):
     def undo(self) -> None:
         """Roll back to the savepoint, even if SQLAlchemy considers it rolled back already.
 
-        SQLAlchemy does so also after a rollback that it could not send, and the handler may have written rows through
-        the driver's cursor since then.
+        SQLAlchemy does so even if it could not send the rollback. Also, the handler may have written rows through the
+        driver's cursor since then.
 
         Raises:
             psycopg.Error, SQLAlchemyError: the savepoint no longer exists.
@@ -81,7 +81,7 @@ class Savepoint(NestedTransaction):
 
 
 class ClaimSavepoint(Savepoint):
-    """A job's savepoint that needs no message of its own: the scripts that claim and that commit set and release it."""
+    """A job's savepoint without messages of its own: the claim's script sets it, the commit's script releases it."""
 
     __slots__ = ("_claim_name",)
 
@@ -112,21 +112,21 @@ class ClaimSavepoint(Savepoint):
 
 
 class Watcher(Protocol):
-    """Callbacks of a `Guard`: before each SQLAlchemy statement, and before code takes the driver's own connection."""
+    """Callbacks of a `Guard`: a batch whose jobs share one savepoint uses them to send waiting writes in time."""
 
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
         """Called before SQLAlchemy sends `statement`. An error raised here keeps the statement from being sent."""
         ...
 
     def hands_out(self) -> None:
-        """Called before code takes the driver's connection or uses its cursor, whose statements `sees` does not get."""
+        """Called before code takes the driver's connection or cursor; `sees` does not get statements sent by these."""
         ...
 
 
 class WatchedConnection(Connection):
     """A relay's connection, which calls its guard's `hands_out` when code takes the driver's own connection from it.
 
-    It also does so if the code has reached the connection through a result of SQLAlchemy.
+    This includes code that has reached this object through a result of SQLAlchemy.
     """
 
     outboxq_guard: "Guard | None"
@@ -139,13 +139,16 @@ class WatchedConnection(Connection):
 
 
 class Guard:
-    """Watches what handlers do on one connection of a relay.
+    """Watches what handlers do on a relay's connection, so that none commits or leaves state for the next job.
 
     Attributes:
         savepoint: The running job's savepoint; None between jobs, and before the savepoint is set.
         on_first_use: Sets the running job's savepoint, and is called at the job's first statement, whether that comes
             through its session or directly on the connection; None if the savepoint is set, or no job runs.
         watcher: Called before every statement, and when code takes the driver's own connection; None for no such calls.
+        left: Words for session state that a handler may have left on the server; the next job then gets another
+            connection.
+        is_altered: True if a handler may have changed a setting or role of the transaction.
         thread: The id of the only thread that may send statements on the relay's own `Connection` object.
         lent: The `Connection` objects that `lend` has made for the running job.
     """
@@ -245,7 +248,7 @@ class Guard:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Send the relay's own statements in this block, without calling `watcher`, and without the job's options."""
+        """Send the relay's own statements in this block, without a call of `watcher`, and without the job's options."""
         connection, watcher, self.watcher = self._connection, self.watcher, None
         options, connection._execution_options = connection._execution_options, self._options  # noqa: SLF001  # its setter merges
         try:
@@ -284,7 +287,7 @@ class Guard:
     def hands_out(self) -> None:
         """Called when code takes the driver's own connection: call `watcher` or, without one, `on_first_use`.
 
-        If a handler runs, `left` then records that the connection may have state which the next job must not get.
+        If a handler runs, record in `left` that the connection may have state which the next job must not get.
         """
         if self.watcher is not None:
             self.watcher.hands_out()
@@ -300,7 +303,7 @@ class Guard:
         self._announced = query
 
     def sends(self, query: object) -> None:
-        """Called before a cursor of the driver sends a text: record the session state that a handler's text may leave.
+        """Called before a cursor of the driver sends an SQL text: record session state that a handler's text may leave.
 
         A text that came through SQLAlchemy, or that was given to `announce`, is ignored. For any other,
         `watcher.hands_out` is called too. `query` is None for a COPY or a stream, whose text is not read.
@@ -366,7 +369,7 @@ class Guard:
             return Reading()
 
     def _note(self, leavings: Leavings, parameters: object) -> None:
-        """Record in `is_altered` and `left` that a handler's statement sets session state, or may leave some."""
+        """Record a statement that sets session state: in `is_altered`, and in `left` if the state may stay."""
         self.is_altered = True
         try:
             given = parameters if isinstance(parameters, Mapping) else {}
@@ -403,7 +406,7 @@ class Guard:
         give_up(self._connection)
 
     def unprepared(self) -> AbstractContextManager[None]:
-        """Return a block in which the driver prepares no statement on the server."""
+        """Return a block in which the driver prepares no statement on the server, for example because of a pooler."""
         return unprepared(self._connection)
 
     @property
@@ -474,7 +477,7 @@ def keep_cancelled(context: ExceptionContext) -> None:
 def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
     """Return a subclass of `factory` whose cursors report each use to the guard.
 
-    Handlers can send statements by such a cursor, and SQLAlchemy calls no listeners for these.
+    SQLAlchemy calls no listeners for statements that a handler sends by the driver's cursor.
     """
 
     class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's

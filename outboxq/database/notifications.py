@@ -1,4 +1,4 @@
-"""A thread with a connection that listens for notifications, which it opens again after every loss.
+"""A thread that listens for notifications on a connection of its own, and connects again after every loss.
 
 Other threads wake it through a socket. It uses libpq below psycopg, which is the same for sync and async connections,
 so any engine can provide the connection.
@@ -62,7 +62,10 @@ class ListeningThread(ABC):
         """Receive the error that ended or prevented the connection; the next one is opened after a pause."""
 
     def is_needed(self) -> bool:
-        """Return True if a connection is to be opened now; called before each one, and again at once after False."""
+        """Return True if the thread is to open a connection now.
+
+        It is called before each connection; after False it is called again at once.
+        """
         return True
 
     def start(self) -> None:
@@ -92,7 +95,7 @@ class ListeningThread(ABC):
     def send(self, request: Request) -> bool:
         """Pass a function to the thread, which calls it with its connection; return at once.
 
-        Return False, and do not pass it, if the thread is stopping.
+        Return False, without passing the function, if the thread is stopping.
         """
         # Not while the socket is closed: at that moment its file descriptor may belong to another connection.
         with self._lock:
@@ -105,7 +108,7 @@ class ListeningThread(ABC):
         return True
 
     def end_unless_requested(self) -> None:
-        """Make the thread end, and `send` refuse more functions, unless one that it has passed still waits."""
+        """Make the thread end, and `send` refuse further functions, unless an earlier function still waits."""
         with self._lock:
             self._is_stopping = self._is_stopping or not self._requests
 

@@ -40,8 +40,8 @@ def outbox_bind(session: Session) -> Engine | Connection | None:
     Return None for a ShardedSession, which has to choose an engine for each row.
 
     Raises:
-        EnqueueError: there is none, it is not for PostgreSQL, or the session sends its other rows elsewhere, so that
-            jobs would be in a transaction of their own.
+        EnqueueError: the session has no bind for them or one that is not for PostgreSQL, or it sends its other rows
+            elsewhere, so that jobs would be in a transaction of their own.
     """
     if isinstance(session, ShardedSession):
         return None
@@ -99,7 +99,7 @@ def binds_of(session: Session) -> Mapping[Any, object]:
 
 
 def transaction_connection(session: Session) -> Connection:
-    """Return the connection by which the session's transaction writes outboxq's rows; begin it if necessary.
+    """Return the connection by which the session's transaction writes outboxq's rows; begin one if necessary.
 
     Raises:
         EnqueueError: the connection leads to another database than PostgreSQL, or no shard can be chosen.
@@ -113,10 +113,10 @@ def transaction_connection(session: Session) -> Connection:
 
 
 def _shard_of_rows(session: ShardedSession) -> Hashable:
-    """Return the shard for jobs: that of the rows that wait for the flush or, without such, of the open transaction.
+    """Return the shard for jobs: that of the rows that wait for the flush or, if none wait, of the open transaction.
 
-    The session's `shard_chooser` is called for a job only if these rows are in no shard or in several: it would have to
-    derive the shard from the job, and if that differs from the shard of the rows, two transactions would be needed.
+    The session's `shard_chooser` is called for a job only if these rows are in no shard or in several. It would have to
+    derive the shard from the job; a shard other than that of the rows would need a second transaction.
 
     Raises:
         EnqueueError: the `shard_chooser` fails for a job.
@@ -153,10 +153,12 @@ def _shards_in_use(session: ShardedSession) -> set[Hashable]:
 
 
 def outbox_connection(session: Session | Connection, what: str) -> Connection:
-    """Return the connection by which the caller's transaction writes outboxq's rows, for statements sent at once.
+    """Return the connection by which the caller's transaction writes outboxq's rows at once, outside of a flush.
 
     Raises:
-        EnqueueError: there is none, or it cannot write these rows; `what` names the called function in the message.
+        EnqueueError: there is no such connection, or it cannot write these rows; `what` names the called function in
+            the
+            message.
     """
     if isinstance(session, Connection):
         _check_dialect(session)

@@ -1,9 +1,9 @@
 """The PostgreSQL settings that outboxq's own statements need, in place of those of the role and the database.
 
-Outboxq's connections have them from the start, and its transactions set them again, because a pooler refuses startup
-options, and a user's startup options win. On a caller's connection they apply during a call, and the former ones are
-then restored. The connections on which a relay runs handlers keep the user's settings; code that is also used on these
-depends on no setting: times are read as numbers (`outboxq.tables.columns.Instant`).
+Outboxq's own connections have these settings from the start. Its transactions set them again, because a pooler refuses
+startup options, and a user's startup options win. On a caller's connection the settings apply during a call, and the
+former values are then restored. The connections on which a relay runs handlers keep the user's settings; code that also
+uses such connections depends on no setting: it reads times as numbers (`outboxq.tables.columns.Instant`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ _PG = func.pg_catalog
 def our_settings(connection: Connection) -> Iterator[None]:
     """Apply outboxq's settings to a caller's connection in the block, and restore the former ones after it.
 
-    After a database error they are not restored by a statement: the rollback that follows does that.
+    After a database error no statement restores them: the rollback that follows does that.
     """
     before = connection.execute(select(*(_PG.current_setting(name) for name in OUR_SETTINGS))).one()
     _set(connection, OUR_SETTINGS.values())

@@ -1,7 +1,7 @@
 """Reads the SQL statements of handlers: their first words, and the session state that they leave on a connection.
 
 The words of a text, and its literals, are found as PostgreSQL's lexer finds them. Every character is read a bounded
-number of times: a pattern with several ways through the same white space would take time that doubles with each blank.
+number of times: a regular expression that can match the same blanks in several ways would take exponential time.
 
 Session state, such as a setting, a temporary table, a session lock or LISTEN, outlives its transaction, and would
 affect the next job on the same connection. A statement counts as leaving no state if its first word is known to leave
@@ -71,9 +71,9 @@ def leading_words(sql: str) -> Iterator[str]:
 def may_end_transaction(statement: str) -> bool:
     """Return True if a statement may end the transaction although `refused_verb` finds no COMMIT or the like in front.
 
-    It may if it has a semicolon, since the server accepts several statements at once if they have no parameters; or if
-    it begins with anything but a letter, such as a comment that only the server can read. A single statement with
-    another first word cannot: inside a transaction block, procedures and DO blocks are refused a COMMIT (2D000).
+    A statement may if it has a semicolon, since the server accepts several statements at once if they have no
+    parameters; or if it begins with anything but a letter, such as a comment that only the server can read. No other
+    statement can: inside a transaction block, procedures and DO blocks are refused a COMMIT (2D000).
     """
     return ";" in statement or not statement.lstrip()[:1].isalpha()
 
@@ -105,7 +105,7 @@ def without_literals(sql: str) -> str:
 
 
 def _end_of(opening: re.Match[str], sql: str) -> int:
-    """Return the index at which the literal, quoted name or comment ends that begins at `opening`.
+    """Return the index of the end of the literal, quoted name or comment that begins at `opening`.
 
     A doubled quote within a literal is read as the end of one literal and the beginning of another.
     """
@@ -131,7 +131,7 @@ def _skip_blanks(sql: str, at: int) -> int:
 
 
 def _comment_end(sql: str, at: int) -> int:
-    """Return the index at which the comment ends that begins at `at`: comments nest, and may be unclosed."""
+    """Return the index of the end of the comment that begins at `at`; comments nest, and may be unclosed."""
     depth = 0
     for edge in _COMMENT_EDGE.finditer(sql, at):
         depth += 1 if edge.group() == "/*" else -1
@@ -141,7 +141,7 @@ def _comment_end(sql: str, at: int) -> int:
 
 
 class Leavings(NamedTuple):
-    """The session state that a statement sets: some that ends with the transaction, or some that outlives it.
+    """The session state that a statement sets, as `left_by` found it: for the transaction only, or beyond its end.
 
     Attributes:
         what: Names the state that outlives the transaction, in words without values; None if there is none.

@@ -36,7 +36,7 @@ def host_names(url: URL) -> tuple[str, ...]:
 
 
 def _parse_hosts(url: str) -> URL:
-    """Parse a URL. Several hosts become the parameter `host`: SQLAlchemy's parser refuses a comma between them."""
+    """Parse a URL; several hosts become the parameter `host`, as SQLAlchemy's parser refuses a comma between them."""
     scheme, separator, rest = url.partition("://")
     authority_length = next((place for place, letter in enumerate(rest) if letter in "/?"), len(rest))
     user, at, hosts = rest[:authority_length].rpartition("@")

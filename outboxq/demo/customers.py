@@ -1,4 +1,4 @@
-"""The demo's customers: threads that order, some of whose transactions and savepoints are rolled back."""
+"""The demo's customers: threads that place orders, and roll some transactions and savepoints back."""
 
 import random
 import threading
@@ -42,15 +42,15 @@ class PlannedOrder:
 
 
 class CardDeclined(Exception):
-    """The customer cannot pay: the order's whole transaction is rolled back."""
+    """Raised in the transaction of an order to roll back all of it: the customer cannot pay."""
 
 
 class NoPaperLeft(Exception):
-    """The order cannot be wrapped as a gift: only the savepoint with the gift wrap is rolled back."""
+    """Raised in the savepoint of a gift wrap to roll it back: the order itself goes on without the wrap."""
 
 
 def plan_orders(jobs: int, seed: int) -> list[PlannedOrder]:
-    """Draw random orders, the same for the same `seed`, that together commit `jobs` jobs, or up to two more."""
+    """Return random orders that together commit `jobs` jobs, or up to two more; the same for the same `seed`."""
     dice = random.Random(seed)
     planned: list[PlannedOrder] = []
     while sum(order.jobs for order in planned) < jobs:
@@ -105,7 +105,7 @@ def place_order(sessions: sessionmaker[OutboxSession], customer: str, planned: P
     """Insert an order and its jobs in one transaction: all of it is committed, or nothing.
 
     Raises:
-        CardDeclined: nothing is committed, although the rows and the jobs were inserted.
+        CardDeclined: the order was planned to fail, and nothing is committed.
     """
     with sessions.begin() as session:
         order = Order(customer=customer, sku=planned.sku, quantity=planned.quantity)

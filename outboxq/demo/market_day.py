@@ -31,11 +31,11 @@ _STOP_SECONDS = 15.0
 
 
 class Market:
-    """A market: its database and relays, with methods to start and kill relays and to place orders.
+    """A market of the demo: a shop's database and relays, with methods to start and kill relays and to place orders.
 
     Attributes:
         url: The address of the database.
-        engine: An engine for it.
+        engine: An engine for the database.
         relays: The living relays, in the order of their starts.
     """
 
@@ -66,7 +66,7 @@ class Market:
     def trade(self, order: PlannedOrder, number: int) -> None:
         """Place an order, and add the job that charges its card; every few orders add jobs for a price or a report.
 
-        `number`: the order's number, which decides about these.
+        `number`: the order's number, which decides if such jobs are added.
         """
         try:
             place_order(self._sessions, CUSTOMERS[number % len(CUSTOMERS)], order)
@@ -83,7 +83,7 @@ class Market:
 
 @contextmanager
 def open_market(say: Callable[[str], None]) -> Iterator[Market]:
-    """Run the block with a market on a PostgreSQL server of its own, with two relays; then delete all of it.
+    """Run the block with a market on a PostgreSQL server of its own, with two relays; then delete the server.
 
     Raises:
         DemoFailed: a relay did not start.

@@ -1,4 +1,4 @@
-"""The demo's proof: every figure is counted in the database, with the statement that counts it."""
+"""The demo's proof: figures about lost and doubled jobs, each counted in the database by one SQL statement."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,10 @@ from outboxq.demo.shop import STOCK
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number that is counted in the database: its name, its SQL, the words for its source, and if it must be 0."""
+    """A number of the demo's proof, which the statement `sql` counts in the database.
+
+    `counted_from`: words for the rows that are counted. `must_be_zero`: True if any other number shows a fault.
+    """
 
     name: str
     sql: str
@@ -69,7 +72,10 @@ _BY_RELAY = text("SELECT relay, count(*) AS effects FROM shop.effect GROUP BY re
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A relay that was killed, the jobs that it was running, and how many of these had an uncommitted effect."""
+    """A relay that the demo has killed: its name and process.
+
+    `running`: the jobs that it was running. `written`: how many of them had written their effect, but not committed it.
+    """
 
     relay: str
     pid: int
@@ -95,11 +101,11 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """True if no job was lost, done twice or left over, although a relay was killed while it ran jobs."""
+        """True if `differences` finds none: no job was lost, done twice or left over, although a relay was killed."""
         return not self.differences()
 
     def differences(self) -> list[str]:
-        """Return, in words, each number that is not as it must be; empty if the proof holds."""
+        """Return, in words, each number that differs from the expected one; empty if the proof holds."""
         found = [
             f"{figure.name}: expected 0, counted {self.values[figure.name]} ({figure.counted_from})"
             for figure in FIGURES

@@ -1,7 +1,8 @@
 """The demo's shop: its tables and its handlers.
 
-`EnqueuedJob` and `Effect` exist for the proof. A row of the first is written with each job, in the same transaction; a
-row of the second is a handler's effect. No constraint forbids a second effect of a job, so doubled effects would show.
+`EnqueuedJob` and `Effect` exist for the proof. A row of `EnqueuedJob` is written with each job, in the same
+transaction, and a row of `Effect` by each run of a handler. No constraint forbids a second effect of a job, so doubled
+effects would show.
 """
 
 import asyncio
@@ -66,7 +67,10 @@ class EnqueuedJob(Base):
 
 
 class Effect(Base):
-    """A record that a handler's transaction was committed. `relay` is the name of the relay's connection."""
+    """A row that a handler writes in its transaction, as a record of its run.
+
+    `relay` is the name of the relay's connection.
+    """
 
     __tablename__ = "effect"
 

@@ -10,7 +10,10 @@ from outboxq.errors import ConfigError
 
 
 class Show:
-    """Displays a run of the demo, as a context manager around it; this class prints only a JSON object, at the end."""
+    """The display of a run of the demo, as a context manager around the run.
+
+    This class is for scripts, and prints only a JSON object at the end.
+    """
 
     def say(self, line: str) -> None:
         """Show a line about the present step of the run."""

@@ -1,4 +1,4 @@
-"""The course of the demo: customers order, two relays run jobs, one is killed and replaced, the proof is counted."""
+"""The course of the demo: customers order, relays run jobs, one relay is killed and replaced, the proof is counted."""
 
 import random
 import threading
@@ -84,11 +84,11 @@ def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
 
 
 class DemoFailed(OutboxqError):
-    """The demo could not be run to its end."""
+    """The demo could not be run to its end, because a relay did not start or ended by itself."""
 
 
 class Interrupted(OutboxqError):
-    """Ctrl-C was pressed."""
+    """Ctrl-C was pressed during the demo; `run_demo` then returns 130."""
 
 
 def _play_on(server: Server, show: Show, orders: list[PlannedOrder], seed: int, interrupted: threading.Event) -> Proof:
@@ -179,8 +179,7 @@ class _Story:
     def _kill_at_work(self, relay: RelayProcess) -> Kill | None:
         """Kill the relay with SIGKILL if it runs jobs at this moment; otherwise leave it alive and return None.
 
-        The process is suspended first, so that the jobs which the database shows are exactly those that it ran when it
-        died.
+        The process is suspended first. So the database shows exactly the jobs that the relay runs when it is killed.
         """
         relay.pause()
         try:

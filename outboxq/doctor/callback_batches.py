@@ -1,4 +1,4 @@
-"""Batches (`jobs.batch`, jobs with a common callback) that have no jobs left, but whose callback was not added."""
+"""A check for callback batches (`jobs.batch`) that have no jobs left, but whose callback was not added."""
 
 from collections.abc import Iterator
 
@@ -12,9 +12,10 @@ _SWEPT_SECONDS = 300.0
 
 
 def find_unfinished_batches(context: CheckContext) -> Iterator[Finding]:
-    """Yield a finding if batches whose jobs have all ended, opened over five minutes ago, did not get their callback.
+    """Yield a finding if the callbacks of batches are missing although all jobs of the batches have ended.
 
-    A relay adds the callback, a job that runs after all others.
+    The callback is a job that a relay adds after all others of its batch. Only batches that were opened over five
+    minutes ago count.
     """
     rows = context.rows(statements.stale_batches(context.schema, _SWEPT_SECONDS))
     over = [row for row in rows if row.is_over]

@@ -1,4 +1,4 @@
-"""Cancellations that no relay answers, and paused kinds."""
+"""Checks for requested cancellations that no relay carries out, and for paused kinds."""
 
 import shlex
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def find_unanswered_requests(context: CheckContext) -> Iterator[Finding]:
 def find_paused_kinds(context: CheckContext) -> Iterator[Finding]:
     """Yield a finding for each paused kind.
 
-    It is a warning if the pause is older than `Limits.older_than_seconds`, because it may have been forgotten.
+    The finding is a warning if the pause is older than `Limits.older_than_seconds`, because it may have been forgotten.
     """
     for row in context.rows(statements.paused_kinds(context.schema)):
         late = row.seconds >= context.limits.older_than_seconds

@@ -1,4 +1,4 @@
-"""Runs the checks, each in a transaction of its own, so that a failed one does not affect the others."""
+"""Runs the checks of the doctor, each in a transaction of its own, so that a failed one does not affect the others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,7 +180,10 @@ class ConnectionLost(Exception):
 
 
 def _look_at_tables(context: CheckContext, found: list[Finding]) -> CheckContext:
-    """Return the context with the tables that exist; add a finding to `found` if their version is not the latest."""
+    """Return the context with the names of the existing tables filled in.
+
+    If the version of the tables is not the latest, a finding is added to `found`.
+    """
     tables: frozenset[str] = frozenset()
     with _reporting("the schema", "USAGE on it", context, found), _transaction(context.connection):
         tables = frozenset(context.scalars(statements.tables(context.schema)))

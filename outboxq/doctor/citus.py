@@ -1,4 +1,4 @@
-"""Servers other than plain PostgreSQL: outboxq's tables under Citus, and servers that refuse relays' statements."""
+"""Checks of servers that are no plain PostgreSQL: tables under Citus, and servers that refuse relays' statements."""
 
 from collections.abc import Iterator
 from uuid import UUID
@@ -17,7 +17,7 @@ _NOBODY = UUID(int=0)
 
 
 def find_one_phase(context: CheckContext) -> Iterator[Finding]:
-    """Yield findings if Citus manages outboxq's tables, or commits users' rows and outboxq's rows one after the other.
+    """Yield findings if Citus manages outboxq's tables, or commits the rows of users' tables separately from outboxq's.
 
     A crash between the two commits would lose jobs, and run others twice.
     """
@@ -46,9 +46,9 @@ def find_one_phase(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_refused_claims(context: CheckContext) -> Iterator[Finding]:
-    """Yield a finding for each statement of relays for claiming jobs that the server refuses.
+    """Yield a finding for each of the relays' claim statements that the server refuses.
 
-    Each is sent with EXPLAIN, which executes nothing.
+    The statements are sent with EXPLAIN, which executes nothing.
     """
     if context.use != "relay":
         return

@@ -1,4 +1,4 @@
-"""Dead letters that are older than their queue keeps them, and that no relay deletes."""
+"""A check for dead letters that no relay deletes, although the time for which their queue keeps them has ended."""
 
 import shlex
 from collections.abc import Iterator

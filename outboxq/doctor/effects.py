@@ -1,4 +1,4 @@
-"""Effects (recorded calls to other services) that need an operator: of unknown outcome, or left by their caller."""
+"""Checks for effects (recorded calls to other services) that need an operator: unknown, or left by their caller."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,10 @@ def find_unknown_effects(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_abandoned_effects(context: CheckContext) -> Iterator[Finding]:
-    """Yield findings for calls whose caller died or failed in doubt, and that were not made again for an hour."""
+    """Yield a finding for calls that have had no outcome for an hour, and that no later caller has made again.
+
+    Their caller died, or failed without knowing whether the call was applied.
+    """
     found = context.connection.execute(statements.abandoned_effects(context.schema, _ABANDONED_SECONDS)).one()
     if found.effects:
         was = "was" if found.effects == 1 else "were"

@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """The input of every check: the connection, in a transaction for this check, and what is known of the database.
+    """The input of every check: the connection, in a transaction for this check, and facts about the database.
 
     Args:
         use: The purpose of this database role, which decides the rights that it needs.

@@ -1,4 +1,4 @@
-"""Ages, counts and sizes for titles, and names that are quoted so that advice can be copied."""
+"""Texts for findings: ages and sizes in words, and names that are quoted for the SQL in advice."""
 
 import re
 

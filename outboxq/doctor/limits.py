@@ -1,4 +1,4 @@
-"""Queues whose jobs wait because of a limit or a rate."""
+"""Checks for queues whose jobs wait because of a limit, a rate, or a session that holds relays' locks."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ _NONE = QueueLimits()
 def find_limited_queues(context: CheckContext) -> Iterator[Finding]:
     """Yield a finding for each queue whose jobs wait because a limit is full or a rate is used up.
 
-    Only if a job has waited for `Limits.older_than_seconds`.
+    A queue is reported only if one of its jobs has waited for `Limits.older_than_seconds`.
     """
     limits = _limits(context)
     if not limits:
@@ -31,9 +31,9 @@ def find_limited_queues(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_held_turns(context: CheckContext) -> Iterator[Finding]:
-    """Yield a finding for each session that is no relay but has advisory locks that relays need to run jobs.
+    """Yield a finding for each session that is no relay, but holds advisory locks that relays need to run jobs.
 
-    Relays use them for limits, for groups, and for windows (jobs with `every=`, one for each period).
+    Relays use such locks for limits, for groups, and for windows (jobs with `every=`, one for each period).
     """
     for row in context.rows(statements.foreign_locks(context.schema, None)):
         held = {"limits of queues": row.of_limits, "groups": row.of_groups, "windows": row.of_windows}

@@ -1,4 +1,7 @@
-"""Detects a transaction pooler: a proxy that gives a connection another backend for each transaction."""
+"""Detects a transaction pooler: a proxy that gives a connection another backend for each transaction.
+
+Relays cannot LISTEN through such a pooler.
+"""
 
 from collections.abc import Iterator
 
@@ -37,7 +40,7 @@ def unreachable(error: OutboxqError) -> Finding:
 
 
 def look_at_pooler(connection: Connection, connect: Connect, listen_connect: Connect | None) -> Iterator[Finding]:
-    """Yield findings if the URL leads to a transaction pooler, or the URL for listening to a pooler or to no server.
+    """Yield findings if the URL leads to a transaction pooler, or if the URL for listening does, or reaches no server.
 
     Through such a pooler a relay cannot LISTEN.
     """

@@ -1,7 +1,7 @@
 """Queues whose jobs are late: paused, without a relay, or with busy relays; and kinds that no relay has a handler for.
 
-Relays write rows about themselves into `relay_status`. If this role may not read these rows, or no living relay has
-one, the names of connections and the leases of jobs show if there is any relay at all.
+Relays write rows about themselves into `relay_status`. If none can be read, the names of connections and the leases of
+jobs show if there is any relay at all.
 """
 
 import shlex
@@ -29,7 +29,10 @@ _UNLISTED = "(Relays of a version from before step 11 of the migrations are not 
 
 @dataclass(frozen=True, slots=True)
 class _LateQueue:
-    """A queue with waiting jobs: their number, and how many seconds the oldest of those to run next has waited."""
+    """A queue with waiting jobs.
+
+    `jobs`: their number. `seconds`: how long the oldest of the jobs that are to run next has waited.
+    """
 
     name: str
     jobs: int
@@ -47,7 +50,7 @@ class _LateQueue:
 def find_late_queues(context: CheckContext) -> Iterator[Finding]:
     """Yield findings for queues whose next jobs have waited for `Limits.older_than_seconds`, and for paused queues.
 
-    A paused queue is reported if jobs wait in it.
+    A paused queue is reported only if jobs wait in it.
     """
     paused = context.scalars(work.paused_queues(context.schema))
     jobs, oldest = Counter[str](), dict[str, float]()
@@ -70,20 +73,23 @@ def find_late_queues(context: CheckContext) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _Relays:
-    """The relays that wrote their state within a day, the latest first; none if this role may not read their rows."""
+    """The relays that have written a row about themselves within a day.
+
+    `seen`: the rows, the latest first; empty if this role may not read them.
+    """
 
     seen: Sequence[Row[Any]]
 
     @property
     def living(self) -> list[Row[Any]]:
-        """The relays that are alive and claim jobs; those that are stopping do not."""
+        """The relays that are alive and claim jobs. A relay that is stopping claims none."""
         return [relay for relay in self.seen if relay.is_alive and relay.state != _STOPPING]
 
     def serving(self, queue: str) -> list[Row[Any]]:
         return [relay for relay in self.living if queue in relay.queues]
 
     def last_dead(self, queue: str) -> Row[Any] | None:
-        """Return the relay that served a queue, died, and was seen last of these; None if there is none."""
+        """Return the dead relay that served the queue and was seen last; None if there is none."""
         return next((relay for relay in self.seen if not relay.is_alive and queue in relay.queues), None)
 
 
@@ -176,7 +182,7 @@ def _unlisted(queue: _LateQueue, relays: int) -> Finding:
 def find_unserved_kinds(context: CheckContext) -> Iterator[Finding]:
     """Yield findings for kinds of waiting jobs that no living relay of their queue has a handler for.
 
-    Other checks report paused kinds, and kinds whose jobs relays have put off for this reason.
+    Other checks report paused kinds, and kinds whose jobs a relay without a handler has already put off.
     """
     jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for row in waiting(context):

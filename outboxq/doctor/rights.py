@@ -1,4 +1,4 @@
-"""The rights that this role lacks for its purpose, rights that other roles should not have, and row level security."""
+"""Checks of rights: those that this role lacks, those that other roles should not have, and row level security."""
 
 import re
 import shlex
@@ -19,7 +19,10 @@ _POLICY_COMMANDS = {"SELECT": "r", "INSERT": "a", "UPDATE": "w", "DELETE": "d"}
 
 
 def use_of(context: CheckContext) -> Part:
-    """Return the purpose of this role, by its membership in the groups of `outboxq roles`; without any, a relay's."""
+    """Return the purpose of this database role, such as relay, by its membership in the groups of `outboxq roles`.
+
+    A role that is in none of the groups is taken for a relay's.
+    """
     groups = default_names()
     member = set(context.scalars(statements.groups_of_role(list(groups.values()))))
     for part in _WIDEST:
@@ -76,7 +79,8 @@ def find_wide_producers(context: CheckContext) -> Iterator[Finding]:
 def find_hidden_rows(context: CheckContext) -> Iterator[Finding]:
     """Yield findings for tables whose row level security hides rows from this role.
 
-    If it does not apply to this role, such as the owner, they are for tables whose rows it hides from all other roles.
+    Row level security does not apply to some roles, such as a table's owner. For such a role, the findings are for
+    tables that hide rows from all other roles.
     """
     for row in context.rows(statements.row_security(context.schema)):
         wanted = _commands(context.use, row.table)
@@ -98,7 +102,7 @@ def find_hidden_rows(context: CheckContext) -> Iterator[Finding]:
 def find_open_schemas(context: CheckContext) -> Iterator[Finding]:
     """Yield findings for schemas in a relay's search path in which other roles could create functions and operators.
 
-    SQL without schema names could call these, with the rights of the relay.
+    SQL of the relay that names no schema could then call their functions, with the rights of the relay.
     """
     paths = _search_paths(context)
     behind = {role: path[: path.index("pg_catalog")] for role, path in paths.items() if "pg_catalog" in path[1:]}

@@ -1,4 +1,4 @@
-"""Schedules that are late, wrong or paused for long, that no code handles or declares any more, or whose jobs die."""
+"""Checks of schedules: late, wrong or long paused, no longer declared or handled by code, or with jobs that die."""
 
 import shlex
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The tables: their version, and missing or different parts, functions and triggers."""
+"""Checks of the tables: their version, and missing or different tables, indexes, functions and triggers."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -134,7 +134,7 @@ _Identity = tuple[str, bool, str]
 def _declared_indexes() -> list[tuple[str, _Identity]]:
     """Return (name, (table, uniqueness, definition)) of every index that the module `outboxq.tables` declares.
 
-    Primary keys are included.
+    The doctor compares them with the indexes of the database. Primary keys are included.
     """
     found = []
     for table in metadata.tables.values():

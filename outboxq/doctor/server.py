@@ -1,4 +1,4 @@
-"""Settings of the server, the database and roles that disturb relays or risk data; and used-up connection limits."""
+"""Checks of the server: settings that disturb relays or risk data, used-up connections, standbys, old versions."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0,
 
 
 def find_short_timeouts(context: CheckContext) -> Iterator[Finding]:
-    """Yield findings for short server time-outs of this role's sessions, and of other roles that could be a relay's."""
+    """Yield findings for server time-outs too short for relays, in sessions of this role or of roles for relays."""
     names = tuple(_TIMEOUTS)
     for row in context.rows(statements.settings(names)):
         yield from _short(context, row.name, row.value, None)
@@ -78,7 +78,7 @@ def seconds_of(value: str) -> float:
 
 
 def find_unsafe_settings(context: CheckContext) -> Iterator[Finding]:
-    """Yield findings for settings that protect committed data, such as `fsync`, and that are switched off."""
+    """Yield findings for settings, such as `fsync`, that protect committed data and are switched off."""
     for row in context.rows(statements.settings(tuple(_DURABILITY))):
         if row.value == "off":
             code, effect = _DURABILITY[row.name]

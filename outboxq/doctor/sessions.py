@@ -1,4 +1,4 @@
-"""Sessions, prepared transactions, replication slots and standbys that lock jobs or keep vacuum from removing rows."""
+"""Checks for sessions, prepared transactions, replication slots and standbys that lock jobs or hold vacuum up."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

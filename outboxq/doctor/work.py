@@ -1,4 +1,4 @@
-"""Waiting jobs that need attention: of unknown kinds, left by dead relays, or held up by the first of their group."""
+"""Checks of waiting jobs: of unknown kinds, left by dead relays, or waiting for the first job of their group."""
 
 import shlex
 from collections import Counter, defaultdict
@@ -43,9 +43,10 @@ def jobs_wait(number: int) -> str:
 
 
 def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
-    """Yield findings for kinds whose jobs relays have put off because they have no handler for them.
+    """Yield findings for kinds whose jobs were put off by relays that have no handler for the kind.
 
-    Also for kinds of waiting jobs that the registry has no handler for, and for queues shared with another registry.
+    If a registry is given, also report waiting jobs without a handler in the registry, and queues that relays of
+    another registry serve too.
     """
     jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     paused = paused_kinds(context)
@@ -88,9 +89,9 @@ def _unknown_to_registry(context: CheckContext, queue: str, kind: str, number: i
 def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int]) -> Iterator[Finding]:
     """Yield findings for queues that relays of another registry serve too.
 
-    They have put off jobs because they do not know a kind that this registry has a handler for.
+    Those relays have put off jobs of kinds that the given registry has a handler for.
 
-    `parked`: the number of such jobs by queue and kind.
+    `parked`: the number of jobs that were put off, by queue and kind.
     """
     registry = context.registry
     if registry is None:
@@ -111,7 +112,7 @@ def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int])
 
 
 def oldest_waiting(context: CheckContext) -> dict[str, float]:
-    """Return the seconds that the oldest of the jobs to run next has waited, by queue."""
+    """Return, by queue, the seconds that the oldest of the jobs to run next has waited."""
     oldest: dict[str, float] = {}
     for row in waiting(context):
         oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
@@ -119,9 +120,9 @@ def oldest_waiting(context: CheckContext) -> dict[str, float]:
 
 
 def find_suspects(context: CheckContext) -> Iterator[Finding]:
-    """Yield a finding if there are suspects: jobs that a relay had when it or its transaction died.
+    """Yield a finding if there are suspects: jobs that a relay had claimed when the relay or its transaction died.
 
-    They wait to run alone or, in lease mode, with a few others, to find out which of them caused that.
+    Suspects run alone next or, in lease mode, with a few others, to find the job that caused the death.
     """
     rows = context.rows(statements.suspects(context.schema))
     if rows:
@@ -138,7 +139,7 @@ def find_suspects(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
-    """Yield a finding for each dead relay that still has leased jobs: a living relay would have put them back."""
+    """Yield a finding for each dead relay that still has leased jobs, because no living relay has put them back."""
     found = statements.orphaned_leases(context.schema, _LEASE_GRACE_SECONDS)
     for row in context.rows(found):
         owner = f"relay {row.owner}" + (f" ({row.host}, process {row.pid})" if row.host else "")
@@ -153,7 +154,7 @@ def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_blocked_groups(context: CheckContext) -> Iterator[Finding]:
-    """Yield a finding for queues with groups whose first job waits for a later time, so that the others wait too.
+    """Yield a finding for each queue with groups whose first job runs at a later time, so that the others wait too.
 
     The first job has failed, or no relay that claimed it has a handler for its kind, or the kind is paused.
     """

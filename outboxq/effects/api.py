@@ -29,10 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EffectAccess:
-    """The permission to make calls through `runner`, or the reason for a refusal.
+    """The means by which the `once` of a context or an `Effects` object makes its calls, or the reason why it may not.
 
-    `retention_of` returns the time for which a scope's results are remembered; `describe` returns the text that is
-    stored for an error.
+    `runner` makes the calls. `retention_of` returns the time for which a scope's results are remembered. `refusal` is
+    the message with which every call is refused; None allows calls. `describe` returns the text that is stored for an
+    error.
     """
 
     runner: EffectRunner | AsyncEffectRunner
@@ -44,7 +45,7 @@ class EffectAccess:
         """Make the call, or replay its outcome; await the result if the runner works in an event loop.
 
         Raises:
-            EffectRefused: no call is allowed here.
+            EffectRefused: calls are not allowed; `refusal` says why.
             InvalidKey, ArgumentError, ConfigError: an argument cannot be used as given.
         """
         if self.refusal is not None:
@@ -55,14 +56,14 @@ class EffectAccess:
 
 
 class HasEffectAccess:
-    """The base of all objects that have a method `once`."""
+    """The base of contexts and `Effects`: subclasses return the `EffectAccess` by which their `once` makes calls."""
 
     def _granted(self) -> EffectAccess:
         raise NotImplementedError
 
 
 class CallsOnce(HasEffectAccess):
-    """An object with `once` that makes calls in the caller's thread."""
+    """The base of sync contexts and `Effects`: adds a method `once` that makes calls in the caller's thread."""
 
     def once(
         self,
@@ -115,7 +116,7 @@ class CallsOnce(HasEffectAccess):
 
 
 class AsyncCallsOnce(HasEffectAccess):
-    """An object with `once` that makes calls in an event loop."""
+    """The base of async contexts and `AsyncEffects`: adds a method `once` that makes calls in an event loop."""
 
     def once(
         self,
@@ -144,7 +145,7 @@ class AsyncCallsOnce(HasEffectAccess):
 
 
 def _teller(engine: Engine | AsyncEngine) -> Tell | None:
-    """Return the function that passes events to the engine's hooks, if it has any."""
+    """Return the function that passes events to the engine's hooks; None if it has no hooks."""
     plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
     options = plain.get_execution_options()
     return partial(hand_to_hooks, options) if options.get(HOOKS_OPTION) else None

@@ -1,7 +1,7 @@
-"""The locks on calls that are under way: extended by a thread for as long as the calls take.
+"""The thread that extends the locks on calls of `once` while they are under way, so that no other caller takes over.
 
-A short call costs only an entry in a dict: the thread extends the locks of calls that have taken a third of their
-lock's time, and ends when no lock is held any more.
+A lock is extended whenever a third of its time has passed. So a short call costs only an entry in a dict. The thread
+ends when no lock is held any more.
 """
 
 import logging
@@ -25,7 +25,7 @@ Transaction = Callable[[Callable[[Connection], object]], object]
 
 
 class LockKeeper:
-    """Extends, in a thread, the locks on calls that are under way.
+    """Extends, in a thread, the locks on calls that are under way, so that no other caller takes over.
 
     Args:
         transact: Runs a function in a short transaction; called in the keeper's thread.

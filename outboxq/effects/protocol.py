@@ -1,6 +1,6 @@
-"""The protocol of `once`: lock the call, make it, record its outcome at once, and replay that from then on.
+"""The protocol of `once`: lock the call, make it, record its outcome at once, and replay the outcome to later callers.
 
-It does no I/O of its own: it yields steps, which a runner performs.
+Its functions are generators without I/O: they yield steps, such as a transaction, which an `EffectRunner` performs.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class LockExpiry:
 
 
 def once(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[object]:
-    """Make the call and record its outcome, or replay the outcome of an earlier one.
+    """Make the call and record its outcome, or replay the outcome of an earlier call.
 
     Raises:
         EffectInProgress: another caller's call is under way, or its process ended during the call and its lock has not
@@ -173,7 +173,7 @@ def _check_answer(answer: object) -> LookUp[object]:
 
 
 class Recorded(NamedTuple):
-    """The record of a call: its result as jsonb stores it, or the reason why there is none."""
+    """The stored outcome of a call, read back: its `result` as JSON text, or None and the `reason` for that."""
 
     result: str | None
     reason: str
@@ -189,7 +189,7 @@ def record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Steps[Recorded]:
-    """Record the outcome of a call; retry for as long as its lock would last.
+    """Record the outcome of a call; if the database is unavailable, retry for as long as the call's lock would last.
 
     If the database refuses the data, the result is left out, or the error is written in ASCII.
 
@@ -292,7 +292,7 @@ def record_failure(request: Request, error: BaseException, state: EffectState, *
 
 
 def why_unknown(request: Request, *, looked_up: bool) -> str:
-    """Return the reason why it cannot be determined if a call was applied."""
+    """Return the reason, for errors and operators, why it cannot be determined if a call was applied."""
     asked = "the look-up could not tell" if looked_up else "there is no look-up (already_applied)"
     known = "does not honour keys (provider_remembers)"
     if request.provider_remembers is not None:

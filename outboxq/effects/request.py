@@ -61,7 +61,13 @@ class OnceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One call of `once`, checked: its effect, its options, and the token of the lock that it takes."""
+    """The checked arguments of one call of `once`, and the settings for its effect; the protocol reads it.
+
+    `fingerprint` is the hash of the payload. `lease` is how long the lock lasts, `retention` how long the outcome is
+    remembered. `can_look_up` is True if there is a look-up, `looks_up_first` if it precedes every call. `returns` is
+    the type of the result. `describe` returns the text that is stored for an error. `token` marks the lock as this
+    caller's.
+    """
 
     scope: str
     key: str
@@ -78,12 +84,12 @@ class Request:
 
     @functools.cached_property
     def decoder(self) -> msgspec.json.Decoder[object]:
-        """Return the decoder of a stored result."""
+        """Return the decoder that reads a stored result as the type `returns`."""
         return build_decoder(f"effect {self.scope!r}", object if self.returns is None else self.returns)
 
     @functools.cached_property
     def lock(self) -> EffectLock:
-        """Return the lock that this request's claim takes."""
+        """Return the lock that this request takes on its effect: scope, key and token."""
         return EffectLock(self.scope, self.key, self.token)
 
     def is_key_remembered(self, since_seconds: float) -> bool:
@@ -142,9 +148,9 @@ def _check_options(options: OnceOptions) -> None:
 
 
 def _check_function(name: str, function: object, argument: str) -> None:
-    """Refuse a function that does not take one argument.
+    """Refuse a function that cannot be called with one argument; `name` is its name among the arguments of `once`.
 
-    It is refused before any call: an error of the call itself would leave in doubt if the other side was called.
+    The check precedes the call: if the call itself raised the TypeError, the other side might have been called.
     """
     if not callable(function):
         raise ConfigError(f"once({name}=...) takes a function of {argument}, got {type(function).__name__}")
@@ -165,6 +171,6 @@ def _check_function(name: str, function: object, argument: str) -> None:
 
 
 def provider_key(deployment: UUID, scope: str, key: str) -> UUID:
-    """The idempotency key for the other side: a UUIDv5 (RFC 9562), the same at every try."""
+    """Return the idempotency key for the other side: a UUIDv5 (RFC 9562), the same at every try."""
     # Neither may contain a newline, so no two pairs have the same text.
     return uuid5(deployment, f"{scope}\n{key}")

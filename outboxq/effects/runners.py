@@ -117,7 +117,7 @@ class AsyncEffectRunner:
         return keeper.keeping(expiry)
 
     async def deployment(self) -> UUID:
-        """Return the id of this installation of outboxq, of which provider keys are made; read at the first use."""
+        """Return the id of this installation of outboxq, from which provider keys are derived; read only once."""
         if self._deployment is None:
             self._deployment = await self._transactions.run(_read_deployment)
         return self._deployment
@@ -130,7 +130,10 @@ class AsyncEffectRunner:
             return await self._drive(_told(once(request, expiry, deployment), request, self._tell), options)
 
     async def drive(self, steps: Steps[T]) -> T:
-        """Perform steps that contain no call, and return their result."""
+        """Perform steps that contain no call, such as a claim or a record, and return their result.
+
+        For the HTTP middleware, which makes the call itself.
+        """
         return cast("T", await self._drive(steps, None))
 
     async def _drive(self, steps: Steps[object], options: OnceOptions | None) -> object:

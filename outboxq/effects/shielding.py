@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 class DelayedCancellation:
-    """Holds back the cancellation of the current task until the work that it awaits is done."""
+    """Holds back the cancellation of the current task while it awaits a write, so that the write is completed."""
 
     def __init__(self) -> None:
         self.error: asyncio.CancelledError | None = None
 
     async def finish(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """Run the work to its end and return its result; a cancellation that arrives before is kept in `error`.
+        """Run the work to its end and return its result; a cancellation that arrives before its end is kept in `error`.
 
         If the event loop ends and cancels the work itself, `begin` is called again.
         """
@@ -33,7 +33,7 @@ class DelayedCancellation:
                 return task.result()
 
     def release(self) -> None:
-        """Raise the cancellation that was held back, if there is one."""
+        """Raise the cancellation that `finish` has held back, if there is one."""
         if self.error is not None:
             raise self.error from None
 
@@ -50,7 +50,7 @@ class UncancelledWrites:
         self._tasks: set[Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Task[T]:
-        """Start a task for this work, and keep it from being collected; its result or error need not be read."""
+        """Start a task for this work, and keep a reference until it ends; its result or error need not be read."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)

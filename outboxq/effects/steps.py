@@ -1,4 +1,4 @@
-"""Steps: the actions that a runner performs for the effect protocol, one at a time, and their repetition.
+"""Steps: the actions that the effect protocol yields and a runner performs, and generators that repeat some of them.
 
 A protocol is a generator that yields steps and receives the result of each. It does no I/O of its own, so that the same
 code serves threads and event loops.
@@ -21,9 +21,9 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Transact:
-    """A step: call a function in a short transaction of its own, which is committed before the result is sent.
+    """A step: call a function in a short transaction, which is committed before the protocol receives the result.
 
-    `settles`: the step records an outcome, so it does not use the connections of claims, and a cancellation waits for
+    `settles`: the step records an outcome. So it uses another connection than claims do, and a cancellation waits for
     it.
     """
 
@@ -47,7 +47,10 @@ class LookUpCall:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A step: wait for `seconds`. `settles`: an outcome is recorded after it, and a cancellation waits until then."""
+    """A step: wait for `seconds`.
+
+    `settles`: the next step tries again to record an outcome, so a cancellation waits until that is recorded.
+    """
 
     seconds: float
     settles: bool = False
@@ -58,10 +61,10 @@ Steps: TypeAlias = Generator[Step, Any, T]
 
 
 def try_twice(run: Callable[[Connection], T]) -> Steps[T]:
-    """Run a transaction, and once more if the database was unavailable: a claim may be repeated.
+    """Run a transaction that claims, and run it once more if the database was unavailable: claiming twice does no harm.
 
-    A wait for a row that another transaction holds ends after a second; it begins again if the session itself would
-    wait without end, so that the caller can be cancelled in between.
+    The server ends a wait for a locked row after a second. If the session's own `lock_timeout` sets no limit, the
+    transaction is then run again and again, so that the caller can be cancelled in between.
     """
     was_away = False
     while True:
@@ -89,7 +92,7 @@ def insist(
     seconds: float,
     instead: Callable[[Exception], Callable[[Connection], T]] | None = None,
 ) -> Steps[T]:
-    """Record an outcome, again for up to `seconds` while the database is unavailable; writing it twice does no harm.
+    """Record an outcome; try for up to `seconds` while the database is unavailable. Writing it twice does no harm.
 
     If the database refuses the data, `instead` turns the error into the write that replaces it. An interruption
     (KeyboardInterrupt, SystemExit) is raised after the record; a second one at once.
@@ -125,7 +128,7 @@ def insist(
 
 
 def _pauses(until: float) -> Iterator[Pause]:
-    """Yield pauses, each up to twice as long as the one before it, as long as they end before `until`."""
+    """Yield pauses, each up to twice as long as the previous one, as long as they end before the time `until`."""
     seconds = _FIRST_PAUSE_SECONDS
     while time.monotonic() + seconds <= until:
         yield Pause(seconds, settles=True)

@@ -1,4 +1,4 @@
-"""Events that report the outcome of each `once`."""
+"""Events that report the outcome of each call of `once` to hooks."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -32,10 +32,10 @@ _READ_ONLY = "25006"
 
 
 class SidePool:
-    """A separate pool with an engine's settings and its way to connect: tokens, connectors, events.
+    """A separate pool with the settings of a user's engine and its way to connect: tokens, connectors, events.
 
-    `renew` closes its idle connections, and a connection in use when it is returned: SQLAlchemy would leave it open, in
-    the old pool that no code uses any more.
+    `renew` and `end` close the idle connections at once. A connection that is in use is closed when it is returned;
+    SQLAlchemy would leave it open, in a pool that no code uses any more.
     """
 
     def __init__(self, engine: Engine, schema: str) -> None:
@@ -59,9 +59,10 @@ class SidePool:
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """A transaction on one of its connections, committed at the end of the block.
+        """Run the block in a transaction on a connection of the pool, and commit it at the end.
 
-        A connection to a server that cannot write is not used again: the next one may find the primary.
+        A connection to a server that cannot write, such as a standby, is not used again: the next connection may find
+        the primary.
         """
         engine = self.engine
         try:
@@ -83,7 +84,7 @@ class SidePool:
         old.pool.dispose()
 
     def end(self) -> None:
-        """Close the idle connections now, and each other connection when it is returned."""
+        """Close the pool for good: idle connections now, and each other connection when it is returned."""
         self._is_over = True
         self.engine.pool.dispose()
 
@@ -113,7 +114,7 @@ class EngineTransactions:
     def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
         """Run `work` in a transaction of its own, committed when it returns.
 
-        `settles`: use a connection that claims cannot exhaust.
+        `settles`: True to use the pool for records, whose connections no waiting claim can occupy.
         """
         self._used_at = time.monotonic()
         with (self._records if settles else self._claims).transaction() as connection:
@@ -190,7 +191,7 @@ class AsyncEngineTransactions:
 
 
 class SavepointTransactions:
-    """Savepoints in a transaction that is finally rolled back, for tests of users' handlers."""
+    """Runs the transactions of `once` as savepoints of a test's own transaction, which is rolled back at the end."""
 
     def __init__(self, connection: Callable[[], Connection]) -> None:
         self._connection = connection
@@ -202,12 +203,12 @@ class SavepointTransactions:
             return work(connection)
 
     def keeper_transaction(self) -> Transaction:
-        """Return a function that does nothing: the connection is the test's own, no other sees these rows."""
+        """Return a function that does nothing: no other connection sees the rows, so no lock must be extended."""
         return lambda _: None
 
 
 class AsyncSavepointTransactions:
-    """Savepoints in an event loop's transaction that is finally rolled back, for tests of users' handlers."""
+    """Runs the transactions of `once` as savepoints of an async test's transaction, which is rolled back at the end."""
 
     def __init__(self, connection: Callable[[], Awaitable[AsyncConnection]]) -> None:
         self._connection = connection
@@ -219,7 +220,7 @@ class AsyncSavepointTransactions:
             return await connection.run_sync(work)
 
     def keeper_transaction(self) -> Transaction:
-        """Return a function that does nothing: no other connection sees these rows."""
+        """Return a function that does nothing: no other connection sees the rows, so no lock must be extended."""
         return lambda _: None
 
 

@@ -1,7 +1,7 @@
-"""Jobs whose rows make every claim fail: such a job becomes a dead letter or is put off, so that no other job waits.
+"""Sets aside jobs whose rows make every claim fail, as dead letters or for a later time, so that other jobs can run.
 
-A claim, or the periodic statement that takes jobs back from dead relays, is one statement for many jobs, and one bad
-row makes it fail for all of them: a damaged row, a row whose text is too long, or one that a user's trigger refuses.
+A claim is one statement for many jobs, and so is the periodic statement that takes jobs back from dead relays. One bad
+row makes the whole statement fail: a damaged row, a row whose text is too long, or a row that a user's trigger refuses.
 """
 
 import logging
@@ -41,10 +41,10 @@ def take_one(
 ) -> Rows:
     """Take back one job whose relay or connection was lost while the job ran; return one row about the job.
 
-    The row has its id, queue, kind and crashes, and True if the job became a dead letter, as it does after
-    `max_crashes` crashes. With fewer it becomes a suspect: it runs alone next, so that another crash affects no other
-    job. If the server refuses to write the job's row, it becomes a suspect regardless of its crashes. If the server
-    refuses that too, return no row: the job stays as it is, and a later call tries again.
+    The row has the job's id, queue, kind and crashes, and True if the job became a dead letter, as after `max_crashes`
+    crashes. With fewer crashes, or if the server refuses to write the dead letter, it becomes a suspect: it runs alone
+    next, so that another crash affects no other job. If the server refuses that too, return no row: a later call tries
+    again.
 
     Args:
         run: Runs a statement in a transaction of its own.
@@ -97,14 +97,16 @@ def set_aside_first(
 ) -> tuple[JobSetAside, ...] | None:
     """Test if one job's row made a claim fail; if so, make the job a dead letter, or put it off by `_PUT_OFF_SECONDS`.
 
-    Return the events to publish, none if the job was put off; None if the job was left as it is. The job's row is the
-    cause if claiming this job alone fails again, and claiming another job succeeds. If all fail, the cause is one that
-    will be repaired, such as a trigger that needs a missing partition: the jobs wait for that.
+    The job's row is the cause if claiming this job alone fails again, and claiming another job succeeds. If all claims
+    fail, the cause is a general one that an operator repairs, such as a missing partition that a trigger needs.
 
     Args:
         first: The script of the claim that failed, and the id of the first job that it would have taken.
         others: Jobs of the same queue, each as a script that claims it in the same way, and its id.
         error: The error of the failed claim.
+
+    Returns:
+        The event of a dead letter; no event if the job was put off; None if the job was left as it is.
     """
     if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):
         return None
@@ -135,8 +137,8 @@ def set_aside_first(
 def _failure(connection: Connection, schema: str, script: AnyScript, job_id: UUID) -> psycopg.Error | None:
     """Claim one job by itself, and undo the claim; return the claim's error, or None if it succeeded.
 
-    The mark of the undone claim in the job's row is overwritten, because relays would take it for the claim of a dead
-    relay.
+    The undone claim leaves a mark in the job's row, by which relays would take the job for one of a dead relay. So this
+    mark is overwritten.
     """
     failure = None
     with connection.begin():
@@ -162,7 +164,10 @@ def _try(connection: Connection, statement: str) -> Rows:
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Return True if, by its SQLSTATE, a statement's error may come from one of the rows that the statement touched."""
+    """Return True if, by its SQLSTATE, a statement's error may come from one of the rows that the statement touched.
+
+    Other errors come from the statement, the session or the server.
+    """
     return sqlstate_of(error) is not None and not _of(error, _OF_NO_ROW)
 
 

@@ -1,7 +1,7 @@
 """One attempt: a handler runs inside the relay's transaction, isolated by a session and a savepoint of its own.
 
-Either all or none of a handler's rows stay in the transaction; the claim stays in both cases. Jobs that run together
-share a savepoint.
+If the handler fails, the savepoint undoes all of its rows, and the claim of its job stays in the transaction. Jobs that
+run together share a savepoint.
 """
 
 import time
@@ -96,7 +96,7 @@ def undo(
 
 
 def check_rest(runtime: Runtime, job: Job, error: BaseException | None = None) -> None:
-    """Check that a handler left nothing unfinished on the driver's connection, such as a COPY; else close it for good.
+    """Close the driver's connection, and raise an error, if a handler left something unfinished on it, such as a COPY.
 
     Args:
         error: The error that the handler raised, if any.
@@ -117,9 +117,10 @@ def check_rest(runtime: Runtime, job: Job, error: BaseException | None = None) -
 
 
 class SharedSavepoint:
-    """The savepoint of several jobs of a batch: those of a shared run, or of one call of a batch handler.
+    """The savepoint of several jobs that run together: jobs of batchable kinds, or those of a batch handler's call.
 
-    The inner one of the two savepoints that each claim sets is used, so nothing is sent for the first jobs of a batch.
+    Every claim already sets two savepoints. This object uses the inner of the two, so the first jobs of a batch need no
+    further statement.
 
     Args:
         first: The place in the batch of the first of these jobs.
@@ -164,7 +165,7 @@ class SharedSavepoint:
     def keep_all(self) -> None:
         """Release the savepoint: the rows of these jobs stay in the transaction.
 
-        Deferred constraints are checked first, unless COMMIT checks them for all jobs of the batch.
+        First check the deferred constraints, unless all jobs of the batch run together: then COMMIT checks them.
 
         Raises:
             psycopg.Error: a deferred constraint is violated.
@@ -197,14 +198,14 @@ class SharedSavepoint:
 
 
 class Attempt(JobSession):
-    """One run of a job's handler, on the connection that it uses.
+    """One run of a job's handler: opens its session and savepoint at their first use, and keeps or undoes its rows.
 
     Args:
-        shared_xid: The id of the claim's transaction if other jobs share this transaction, else None. If it is shared,
-            the deferred constraints are checked after this job, so that a violation fails only this job; for a lone job
-            COMMIT checks them.
-        begin: Begins the relay's transaction, unless it has begun; returns the name of a savepoint that exists and is
-            to be used, or None if the attempt is to set one of its own.
+        shared_xid: The id of the claim's transaction if other jobs share this transaction, else None. In a shared
+            transaction the deferred constraints are checked after this job, so that a violation fails only this job;
+            for a lone job COMMIT checks them.
+        begin: Begins the relay's transaction, unless it has begun. Returns the name of an existing savepoint for the
+            attempt to use, or None if the attempt is to set one of its own.
         running: The batch's record of the job that runs now. The handler's call is entered there, so that an operator
             can cancel it.
     """
@@ -241,7 +242,10 @@ class Attempt(JobSession):
         self._savepoint: Savepoint | None = None
 
     def join(self, connection: Connection, runtime: Runtime) -> "Attempt":
-        """Use this connection and its runtime for the attempt; return the attempt itself."""
+        """Use this connection and its runtime for the attempt; return the attempt itself.
+
+        In lease mode the connection is known only when the handler first uses its session.
+        """
         guard = runtime.guard
         self._connection, self._runtime, self.guard = connection, runtime, guard
         # Without a lease the attempt is in the claim's own transaction.
@@ -274,9 +278,9 @@ class Attempt(JobSession):
     def _inputs(self) -> tuple[Run, Args]:
         """Return the handler's context without its session, as a `Run`, and the handler's arguments.
 
-        The arguments are decoded and their entities loaded now. For a handler within arounds (users' context managers
-        around its call), or with entities and in a task of its own, an object that does so later is returned in place
-        of the arguments.
+        Normally the arguments are decoded and their entities loaded now. This is done later, by a `Surrounded` object
+        that is returned in place of the arguments, in two cases: the handler has arounds (users' context managers
+        around its call), or it takes entities and runs in a task of its own.
         """
         runtime, job = self._runtime, self._job
         if THEN_HEADER in job.headers:
@@ -345,8 +349,9 @@ class Attempt(JobSession):
     def open(self) -> None:
         """Begin the transaction and set the savepoint, unless both were done.
 
-        Called when the handler first reads `ctx.session`; under a lease, when the session is first used, so that a long
-        call outside the database holds no transaction open. A handler that never does so causes neither statement.
+        Called when the handler first reads `ctx.session`. Under a lease it is called later, when the session is first
+        used, so that a long call outside the database holds no transaction open. A handler that never uses its session
+        needs neither statement.
         """
         if self._savepoint is not None:
             return
@@ -433,10 +438,10 @@ class Attempt(JobSession):
         return self._runtime.describe(error, self._job)
 
     def _undo(self, result: AttemptResult, *, closed: bool) -> None:
-        """Go back to the savepoint, which undoes the handler's rows; nothing is sent if none was set.
+        """Go back to the savepoint, which undoes the handler's rows; send nothing if no savepoint was set.
 
         Args:
-            result: The attempt's result, for the error.
+            result: The attempt's result, which `TransactionEscaped` reports.
             closed: True if the session was closed without an error.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The state of a claimed batch: how far it has come, and its outcome."""
+"""The state of a claimed batch: which job runs, what was decided and sent so far, and who may end the batch."""
 
 import secrets
 import threading
@@ -33,11 +33,11 @@ _TAKEN_AWAY = "the relay does not wait for this job any more"
 
 
 class Phase(Enum):
-    """The phases of a batch. Both its slot and its relay may try to end it: the first one to change RUNNING decides.
+    """The phases of a batch, by which its slot (the worker that runs it) and its relay agree on who ends the batch.
 
-    The slot (a worker of the relay, with its own connection) sends COMMIT (COMMITTING, and RUNNING again if COMMIT is
-    refused) or, after an error, finds out what was committed (RECOVERING). The relay takes the batch away from the slot
-    (SEIZED).
+    In RUNNING the first of the two to change the phase decides. In COMMITTING the slot sends COMMIT; if that is
+    refused, the batch is RUNNING again. In RECOVERING the slot finds out, after an error, what was committed. In SEIZED
+    the relay has taken the batch away from the slot.
     """
 
     RUNNING = auto()
@@ -48,14 +48,19 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """The report of a batch that has ended: the number of jobs that the batch had, and the events to publish."""
+    """The report of a batch that has ended, made by its commit or its recovery, for the relay to publish.
+
+    Attributes:
+        claimed: The number of jobs of the batch.
+        events: The events to publish.
+    """
 
     claimed: int
     events: tuple[Event, ...]
 
     @property
     def parked_in(self) -> str | None:
-        """The batch's queue, if it put jobs off because this relay cannot run their kinds; None if it put off none."""
+        """The batch's queue if the batch parked jobs, whose kinds this relay cannot run now; None if it parked none."""
         return next((event.queue for event in self.events if isinstance(event, JobsParked)), None)
 
 
@@ -65,7 +70,7 @@ class Ended:
 
     Attributes:
         report: The report; None if all jobs of the batch wait again, unchanged.
-        claimed: The jobs of the next claim, which was sent with COMMIT; None if none was sent, or if it failed.
+        claimed: The jobs of the next claim, which was sent with COMMIT; None if no claim was sent, or if it failed.
         left: Steps (statements that are normally sent with COMMIT) whose part after COMMIT is still to be sent, by
             `send_left`.
         run_alone: The number of next jobs that the slot should run one by one, to find the faulty one.
@@ -83,8 +88,10 @@ class Ended:
 class DeadLetters:
     """The dead letters that a recovery wrote, kept in case the answer to their COMMIT is lost and recovery runs again.
 
-    `xid` is the id of the transaction that wrote them, `reason` the text that they store, and `failed` the attempt that
-    failed.
+    Attributes:
+        xid: The id of the transaction that wrote the dead letters.
+        reason: The text that the dead letters store.
+        failed: The attempt that failed.
     """
 
     xid: str
@@ -98,6 +105,7 @@ class Ownership:
 
     Attributes:
         commit_was_sent: True if COMMIT was sent and is not known to be refused.
+        phase: The batch's phase, changed only under the lock.
     """
 
     commit_was_sent: bool = False
@@ -154,14 +162,17 @@ class Ownership:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Hold the lock, so that the phase cannot change within the block; yield True if COMMIT was not sent yet."""
+        """Hold the lock, so that the phase cannot change within the block; yield True if COMMIT was not sent yet.
+
+        Within such a block the relay cancels a handler's statement; the cancellation cannot hit the COMMIT.
+        """
         with self._lock:
             yield not self.commit_was_sent
 
 
 @dataclass(slots=True)
 class Running:
-    """The run of a job of the batch that is going on, or the last one that ended.
+    """The handler's run that goes on in a batch, or the last one that ended; the relay reads it to enforce deadlines.
 
     Attributes:
         position: The index in the batch of the job that runs; of the first one if several run together.
@@ -215,15 +226,18 @@ class Running:
         return call
 
     def end_call(self) -> None:
-        """Remove the handler's deadline, and end its call unless that was done; its rows are kept or undone by now."""
+        """Remove the handler's deadline, and end its call unless that was done.
+
+        Called when the handler's rows have been kept or undone.
+        """
         self.deadline = None
         self.end_handler()
 
     def end_handler(self) -> None:
         """Record that the handler has ended, and clear its progress; first wait for a cancellation that is being sent.
 
-        A cancellation is sent to the server for the statement that runs there. It must not hit a later one, which is
-        the relay's own.
+        A cancellation asks the server to stop the statement that runs at that moment. If it arrived after the handler's
+        end, it would stop one of the relay's own statements.
         """
         call = self.call
         if call is None or call.is_over:
@@ -242,7 +256,7 @@ class Tries:
         together: True if all jobs run together, so that only COMMIT checks their deferred constraints.
         apart: True if the jobs ran together and were undone, so that each now runs alone.
         refused: The number of times that COMMIT was refused and the batch's only job then ran again.
-        has_deadlocked: True if jobs that ran together were undone by a deadlock or a serialization failure.
+        has_deadlocked: True if a deadlock or a serialization failure undid jobs that ran together.
     """
 
     together: bool = False
@@ -256,18 +270,21 @@ class BatchState:
     """The progress of a claimed batch; after an error, a recovery uses it to determine what was committed.
 
     Attributes:
-        claimed: The claim that took the jobs; `jobs` are these jobs, with the newest content of jobs coalesced into
-            them.
-        transaction: The batch's transaction, once it has begun. `was_begun`: its BEGIN was tried by `begin`, and not by
-            the claim.
-        writes_refused: The error that BEGIN raised because the server is a standby, if it did.
+        claimed: The claim that took the jobs.
+        jobs: The claim's jobs, with the newest content of jobs coalesced into them.
+        transaction: The batch's transaction, once it has begun.
         stands_for: By the id of a job that runs, the ids of the jobs that were merged (coalesced) into it.
+        running: The run of a handler that goes on.
+        owner: The right to end the batch.
+        tries: How the jobs were run so far.
         expires: The time (monotonic) at which jobs expire, by id.
         decided: Results that are known without a run, by the job's id; `decide` fills it.
         of_claim: The events of the claim and of decided jobs, published if the transaction commits.
         events: The events of the jobs before the one that runs.
-        late_result: The result of a leased job whose handler never used the database, while no transaction has begun to
-            write it; it is not lost with the connection.
+        was_begun: True if `begin` tried to begin the transaction; False if the claim began it.
+        writes_refused: The error of BEGIN if the server is a standby.
+        late_result: The result of a leased job whose handler never used the database, until a transaction to write it
+            has begun; a recovery writes it if the connection is lost.
         dead_letters: The dead letters that a recovery of this batch has written.
     """
 
@@ -314,13 +331,13 @@ class BatchState:
         return (*(job.id for job in self.jobs), *chain.from_iterable(self.stands_for.values()))
 
     def parked(self, jobs: Sequence[Job]) -> list[JobsParked]:
-        """Return a list with one event for all of `jobs` that no handler here may run now; an empty list if none."""
+        """Return a list with one event about the parked ones of `jobs`; an empty list if none is parked."""
         kinds = [job.kind for job in jobs if isinstance(self.decided.get(job.id), UnknownKindResult)]
         return [JobsParked(self.queue, tuple(sorted(set(kinds))), len(kinds))] if kinds else []
 
     @property
     def has_parked(self) -> bool:
-        """Return True if the claim contained jobs that no handler here may run now, so that they are put off."""
+        """Return True if the claim contained jobs that are parked, because no handler here may run their kinds now."""
         return any(isinstance(event, JobsParked) for event in self.of_claim)
 
     @property
@@ -358,15 +375,18 @@ class BatchState:
         return self.transaction
 
     def blame_all(self, places: range) -> None:
-        """Treat all jobs at these places as those that ran, and drop their events: one of them ended the transaction.
+        """Treat all jobs at these places as running ones, and drop their events: one of them ended the transaction.
 
-        It is not known which one, so none of them counts as done.
+        It is not known which job did so, so none of them counts as done.
         """
         self.running.position, self.running.together = places.start, len(places)
         del self.events[places.start :]
 
     def forget_outcomes(self) -> None:
-        """Drop the jobs' events and their results `GivenBack`, because all rows since the claim were undone."""
+        """Drop the jobs' events and `GivenBack` results, because all rows since the claim were undone.
+
+        `GivenBack` marks jobs that wait for an earlier job of their group. All jobs now run again.
+        """
         self.events.clear()
         for job_id in [each for each, result in self.decided.items() if isinstance(result, GivenBack)]:
             del self.decided[job_id]

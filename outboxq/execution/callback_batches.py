@@ -1,7 +1,7 @@
-"""Callback batches (`jobs.batch`): when all jobs of one have ended, its callback jobs are added, right after COMMIT.
+"""Callback batches (`jobs.batch`): when all jobs of a callback batch have ended, its callback jobs are added.
 
-A step, which is a set of statements sent together with COMMIT, does this. If it fails, or its relay dies before it, the
-pruner's periodic sweep finds the callback batch.
+This is a step (statements that other features send with a COMMIT), executed right after COMMIT. If the step fails, or
+the relay dies before it, the pruner's periodic sweep finds the callback batch.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _FOUND = list[tuple[UUID, str, str, int]]
 
 @dataclass(frozen=True, slots=True)
 class FinishBatches(Step):
-    """The step that adds the callback jobs of callback batches all of whose jobs have ended."""
+    """The step that adds the callback jobs of those callback batches in `ids` that have no unfinished job."""
 
     schema: str
     ids: frozenset[UUID]
@@ -30,7 +30,8 @@ class FinishBatches(Step):
     def after_commit(self) -> tuple[str, ...]:
         """Return a transaction, as statements: it adds the callbacks of all these callback batches that have ended.
 
-        It is separate because, before COMMIT, two members that end at once would still see each other as not ended.
+        It comes after COMMIT: before, two jobs that end at once would each see the other as unfinished, and neither
+        would add the callbacks.
         """
         return finish_batches(self.schema, self.ids)
 

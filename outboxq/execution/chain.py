@@ -1,4 +1,4 @@
-"""Chains: the transaction that finishes a job adds the next job of its chain, so that this is added exactly once."""
+"""Chains: the transaction that finishes a job also adds the next job of its chain, which is thus added exactly once."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -15,9 +15,9 @@ from outboxq.outbox.stored_job import unfold_chain
 
 
 class _FollowerAnswer(UniqueAnswer):
-    """Receives the answer to adding a unique job that is next in a chain: if its key is taken, an event reports that.
+    """Receives the outcome of adding a unique job that follows the job `behind` in a chain: added, or its key is taken.
 
-    No caller waits for such a job with a handle, which would otherwise receive the answer.
+    No caller waits for it, as for a job's handle, so `suppressed_followers` makes an event of a refusal.
     """
 
     __slots__ = ("behind",)
@@ -57,7 +57,10 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
 
 
 def suppressed_followers(refused: Iterable[UniqueJob]) -> Iterator[FollowerSuppressed]:
-    """Yield an event for each of these refused unique jobs that was to follow another in its chain; skip the others."""
+    """Yield an event for each of these refused unique jobs that is the next job of a chain; skip all others.
+
+    The chain ends there, because another job has the key.
+    """
     for new in refused:
         if isinstance(new.answer, _FollowerAnswer):
             yield FollowerSuppressed(new.answer.behind, new.kind, new.answer.existing_id)

@@ -2,7 +2,7 @@
 
 In transaction mode a claim deletes the jobs in the transaction that also holds the handlers' rows: if the relay dies,
 the server's rollback puts the jobs back. In lease mode the claim is committed first, and writes a new token into each
-job's row, by which writes of an earlier claim's relay are refused.
+job's row. A relay that lost its lease has an old token, and its writes are refused.
 """
 
 import secrets
@@ -34,10 +34,15 @@ _BEGIN = ("settings", BEGIN)
 
 @dataclass(frozen=True, slots=True)
 class ClaimTransaction:
-    """The transaction of a batch: its id, the process id of its server process, and the names of its savepoints.
+    """The transaction of a batch, and the two savepoints set after the claim, under names that no handler can guess.
 
-    After the claim, two savepoints are set, under names that no handler can guess. Releasing the inner one proves that
-    the transaction is still the claim's; the outer one, `savepoint`, exists until COMMIT.
+    Releasing the inner one proves that the transaction is still the claim's; the outer one exists until COMMIT.
+
+    Attributes:
+        savepoint: The outer savepoint.
+        inner_savepoint: The inner savepoint.
+        xid: The transaction's id.
+        pid: The server process's id.
     """
 
     savepoint: str
@@ -46,7 +51,7 @@ class ClaimTransaction:
     pid: int
 
     def reset(self) -> str:
-        """Return statements that go back to the end of the claim; they fail if the transaction has changed."""
+        """Return statements that undo everything since the claim; they fail if the claim's transaction has ended."""
         return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.inner_savepoint}"
 
     def renew(self) -> str:
@@ -57,14 +62,18 @@ class ClaimTransaction:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The jobs of one claim, in the order in which they should run; their `attempt` counts this claim.
+    """The result of one claim.
 
-    `moved` is the number of jobs that were not taken because an earlier claim of them ended without an outcome: each is
-    made a suspect, which runs alone under a lease, to find a job that kills its relay. `transaction` is None if nothing
-    was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was claimed, because
-    the queue's limit of running jobs is reached. `is_cut`: fewer jobs were claimed than requested, and more may wait.
-    `look`: facts about groups that a claim of grouped jobs found. `extras`: the names of those optional job properties
-    (`EXTRAS`) that at least one of the jobs has; the checks for all other properties are skipped.
+    Attributes:
+        jobs: The jobs taken, in the order in which they should run; their `attempt` counts this claim.
+        moved: The number of jobs that were not taken, because an earlier claim of them ended without an outcome: each
+            is made a suspect, which runs alone under a lease, to find a job that kills its relay.
+        transaction: The jobs' transaction; None if nothing was taken, and in lease mode, in which it begins later.
+        is_full: True if nothing was claimed, because the queue's limit of running jobs is reached.
+        is_cut: True if fewer jobs were claimed than requested although more may wait.
+        look: Facts about groups that a claim of grouped jobs found.
+        extras: The names of optional job properties (`EXTRAS`) that at least one of the jobs has; checks for all others
+            are skipped.
     """
 
     request: "ClaimRequest"
@@ -92,13 +101,15 @@ class ClaimRequest:
     Args:
         script: Makes the statements that claim jobs of this sort.
         cursor: The place, in the order in which `script` claims, after which the claim begins; None for the start.
-        sort: The sort of jobs that `script` claims; `alike` are the claims that take this queue's jobs in the same way,
-            for a comparison after `script` has failed.
+        sort: The sort of jobs that `script` claims.
+        alike: The claims that take this queue's jobs in the same way. After `script` has failed, they show if other
+            jobs can be claimed.
         timeout_seconds: The longest deadline of the queue's handlers. It does not apply to the claim itself, which may
             have to skip many rows and would then never succeed. None means the settings of the role and the database.
         server: The session on the server that claims: its prepared statements are used.
         clock: The clock of the jobs' `claimed_at`.
         asked_at: The time (monotonic) at which the claim was requested.
+        savepoint: The name of the outer savepoint that is set after the claim.
     """
 
     script: AnyScript
@@ -135,10 +146,10 @@ class ClaimRequest:
             script.add("settings", *settings, f"SAVEPOINT {self.savepoint}", f"SAVEPOINT {self.savepoint}_inner")
 
     def clearing(self) -> list[tuple[str, str]]:
-        """Return statements that lock the jobs which the claim would pick, and return these jobs' ids.
+        """Return labelled statements that lock the jobs the claim would pick; that with the label "claim" returns ids.
 
-        Each comes after its owner's name. A failed claim leaves a mark in these jobs' rows, as the claim of a dead
-        relay does; COMMIT overwrites it.
+        A failed claim leaves a mark in these jobs' rows, as the claim of a dead relay does. The COMMIT of the locks
+        overwrites the mark.
         """
         return self.script.clearing(self.limit, self.cursor)
 
@@ -209,12 +220,12 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
 
 
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
-    """Claim one job by its id; the result has no job if it is gone, leased, or locked by another transaction."""
+    """Claim one job by its id; the result has no job if the job is gone, leased, or locked by another transaction."""
     return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
 
 
 def clear_marks(connection: Connection, schema: str, job_ids: Iterable[UUID]) -> None:
-    """Lock these jobs, so that COMMIT overwrites the marks in their rows of a claim that was rolled back on purpose.
+    """Lock the rows of jobs whose claim was rolled back on purpose, so that COMMIT overwrites the claim's marks.
 
     A job whose mark remains would be treated as one whose relay died while it ran.
     """
@@ -225,7 +236,7 @@ def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
     """Lock the jobs that a failed claim would have taken, so that COMMIT overwrites its marks there; return their ids.
 
     Normally such a mark means that a relay died while the job ran; here no handler ran, and no relay died. If another
-    slot finds the marks before this commits, the only effect is that the jobs run one by one, once.
+    slot finds the marks before COMMIT, it runs the jobs one by one, once, which does no harm.
     """
     answer = Script([("settings", UNTIMED), *request.clearing()]).send(connection)
     if answer.error is not None:

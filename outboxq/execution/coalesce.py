@@ -1,20 +1,20 @@
 """Coalesce: before a claimed job's handler runs, the waiting jobs with its key are merged into it.
 
 In transaction mode the waiting jobs are deleted before the claim's savepoints, so a rollback of the claim restores
-them. Under a lease this is a separate transaction, in which the leased row takes over the newest arguments: if the
-relay dies before it, the waiting jobs remain, and if it dies after it, the row runs again with the newest arguments.
+them. Under a lease this is a separate transaction, in which the leased row takes over the newest arguments. If the
+relay dies before this transaction, the waiting jobs remain; if it dies later, the row runs again with the newest
+arguments.
 
-Two runs of a key may overlap, because two slots may claim two of its jobs at the same moment. Only a group excludes
+Two runs of a key may overlap, because two slots may claim two of its jobs at the same moment. Only a group prevents
 that.
 
 A job with `every` runs at most once in each period of that length (a window) for its key. This is decided before jobs
-are merged: the first job that claims the present window owns it and runs, and may run in it again if it fails, is put
-off or comes back from a dead relay. A claimed job of the key that does not own the window waits for the next one. In
-transaction mode a rollback of the claim also frees the window; under a lease the window is committed with the id of the
-job, before the other jobs of the key are merged.
+are merged. The first job that claims the present window owns the window and runs, and may run in it again if it fails,
+is put off or comes back from a dead relay. In transaction mode a rollback of the claim also frees the window; under a
+lease the window is committed with the id of the job.
 
-A job that waits for the next window is put back unchanged, without a counted attempt. A later run of its key includes
-it like any other job. If a newer job of its key runs or waits, it takes over the newer job's arguments.
+A claimed job that does not own its key's window waits for the next one: it is put back unchanged, without a counted
+attempt. If a newer job of its key runs or waits, it takes over the newer job's arguments.
 """
 
 import logging
@@ -58,6 +58,7 @@ class _Runs:
     """For each key among claimed jobs, the job that runs, with the newest content, and the jobs merged into it.
 
     Attributes:
+        by_key: The job that runs, by its key.
         dropped: Claimed jobs that are merged into a newer job of the same claim.
     """
 
@@ -72,14 +73,14 @@ class _Runs:
                 self._others[key].append(job.id)
 
     def keep(self, job_ids: set[UUID]) -> None:
-        """Run these claimed jobs by themselves, although they were to be merged into newer ones."""
+        """Run these claimed jobs by themselves: they were to be merged into newer ones, but were not deleted."""
         for ids in self._others.values():
             ids[:] = [job_id for job_id in ids if job_id not in job_ids]
 
     def add(self, rows: Iterable[Sequence[object]]) -> int:
         """Record the jobs that a statement has merged, from the rows that it returned; return the number of these jobs.
 
-        If a merged job is newer than the one that runs for its key, the latter takes over the newer content.
+        If a merged job is newer than the one that runs for its key, the job that runs takes over the newer content.
         """
         count = 0
         for row in rows:
@@ -108,7 +109,7 @@ class _Runs:
 
 
 def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
-    """Merge waiting jobs into the batch's jobs with the same coalescing keys; these take over the newest content.
+    """Merge waiting jobs into the batch's jobs of the same coalescing keys, which take over the newest content.
 
     A job with `every` does not run if another job has already run in the present period of its key; in transaction mode
     COMMIT then puts it back.
@@ -209,10 +210,10 @@ def _put_off(
 
 
 def _throttled(jobs: Iterable[Job]) -> dict[str, tuple[int, list[Job]]]:
-    """Return, by key, the microseconds of its window and its jobs, the newest last, for keys that run once in a window.
+    """Return the keys that run at most once in a window (`every`), each with its window's length and its jobs.
 
-    If a claimed job of a key has no `every`, the key is left out: this job runs at once, and the others are merged into
-    it.
+    The length is in microseconds; the newest job comes last. A key is left out if one of its claimed jobs has no
+    `every`: this job runs at once, and the others are merged into it.
     """
     found: dict[str, list[Job]] = {}
     for job in sorted(jobs, key=_place):
@@ -227,13 +228,13 @@ def _throttled(jobs: Iterable[Job]) -> dict[str, tuple[int, list[Job]]]:
 
 
 def _every(job: Job) -> int | None:
-    """Return the length of a job's window in microseconds; None if it has none, or one that no producer can set."""
+    """Return the length of a job's window (`every`) in microseconds; None if it has none, or one out of range."""
     given = number_in(job.headers, EVERY_HEADER)
     return given if given is not None and 0 < given <= _MOST_MICROSECONDS else None
 
 
 def _transaction(connection: Connection) -> AbstractContextManager[object]:
-    """Begin SQLAlchemy's transaction unless one is open; users' listeners to its beginning may set it up."""
+    """Begin SQLAlchemy's transaction, unless one is open, so that users' listeners can set it up."""
     return nullcontext() if connection.in_transaction() else connection.begin()
 
 

@@ -1,6 +1,6 @@
 """Commit: a batch's transaction ends in one round trip, in which the slot's next claim is sent too.
 
-Steps are sent as well: sets of statements for other features, such as callback batches.
+Steps are sent in the same round trip: sets of statements for other features, such as callback batches.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ def commit(
 ) -> Ended | None:
     """Commit a batch that has run; return its end, or None if COMMIT was refused and the batch's jobs must run again.
 
-    In the latter case all rows since the claim are undone. Jobs that ran together then each run alone. A lone job runs
-    again, `FREE_RETRIES` times without a counted attempt, after a deadlock, a serialization failure, or a lock_timeout,
-    which usually occurs at a key that another transaction takes. Any other refusal is a failed attempt of the lone job,
-    and is committed as such. But if the server could not lock anything for COMMIT itself, which is never a row's lock,
-    the error is raised and nothing is counted.
+    If None is returned, all rows since the claim are undone. Jobs that ran together then each run alone. A lone job
+    runs again after a conflict with another transaction, `FREE_RETRIES` times without a counted attempt: a deadlock, a
+    serialization failure, or a lock_timeout, which usually occurs at a key that another transaction takes. Any other
+    refusal is a failed attempt of the lone job, and is committed as such. But if COMMIT itself could not get a lock of
+    the server, which is never a row's lock, the error is raised and no attempt counted.
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: all is committed, or nothing.
@@ -127,10 +127,9 @@ def send_commit(
 ) -> tuple[Answer, Sequence[Step]]:
     """Send a check that no handler has ended the transaction, the steps, COMMIT and the next claim in one round trip.
 
-    PostgreSQL stops at the first failure. The savepoint comes first: a transaction that a handler ended has lost it
-    (3B001, 25P01), and one in which an error was swallowed refuses it (25P02), so any later error, usually of a
-    deferred constraint, belongs to the relay's own transaction. Drivers report success when `commit()` ends a failed
-    transaction; the command tag of COMMIT shows the failure.
+    PostgreSQL stops at the first failure. The check releases a savepoint: it fails if a handler has ended the
+    transaction (3B001, 25P01) or swallowed an error (25P02). So any later error, usually of a deferred constraint,
+    belongs to the relay's own transaction.
 
     Returns:
         The answer, and the steps that were sent with it: a refused optional step is replaced or left out.
@@ -179,10 +178,11 @@ def send_left(connection: Connection, steps: Sequence[Step]) -> tuple[Event, ...
 
 
 def _end_failed(connection: Connection, request: ClaimRequest | None, error: psycopg.Error) -> None:
-    """Roll back a transaction that failed after COMMIT in the same round trip; clear marks of the next claim, if any.
+    """Roll back the transaction of a step or of the next claim, which failed after COMMIT in the same round trip.
 
-    The error is not raised: the next claim is sent again by itself, and then raises it. ROLLBACK and COMMIT are sent as
-    statements: the transaction has ended on the server, but SQLAlchemy considers it open.
+    Also clear the marks that a failed claim left in rows. The error is not raised: the next claim is sent again by
+    itself, and then raises it. ROLLBACK and COMMIT are sent as statements, because SQLAlchemy considers the transaction
+    open.
     """
     with suppress(psycopg.Error):
         run_script(connection, "ROLLBACK")

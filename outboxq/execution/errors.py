@@ -40,17 +40,17 @@ class Abandoned(OutboxqError):
 
 
 class SharingEnded(BaseException):
-    """Raised in the handler that runs in a shared batch if outboxq cannot go on, and no handler is to blame.
+    """Raised in a handler whose job shares a savepoint with others, if outboxq cannot go on and no handler is to blame.
 
-    A shared batch runs several handlers on one savepoint; now each of its jobs runs again, by itself. A handler's
-    `except Exception` does not catch this.
+    Then each of these jobs runs again, by itself. This is a BaseException, so that a handler's `except Exception` does
+    not catch it.
     """
 
 
 class BatchDeadlocked(OutboxqError):
-    """A job of a batch has deadlocked twice; other jobs of the batch may hold the locks until COMMIT: none is blamed.
+    """A job of a batch has deadlocked twice, perhaps with locks that other jobs of its batch hold until COMMIT.
 
-    The whole batch is rolled back, and its jobs run alone.
+    So no job is blamed: the whole batch is rolled back, and its jobs run alone.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""The record of a failed attempt: enough to find the fault, nothing of the payload.
+"""The record of a failed attempt that is stored with its job: enough to find the fault, without the job's arguments.
 
 The exception, its causes and its contexts are kept with their types, tracebacks and redacted texts. For a handler with
 messages="withheld" no texts are kept; with messages="whole" they are kept as they are. Frames of the user's own code
 are kept, all others are folded.
 
 Error texts of drivers quote parameters and row values, those of Pydantic their input: these parts are left out. In the
-remaining text, the name of an argument replaces its value, as stored and in Python's other spellings. Not replaced are:
-values of one character, which identify nothing; values derived by a handler, such as a slice or a hash; and the
-remainder of a value where two copies of it overlap in the text.
+remaining text, the name of an argument replaces its value, as stored and in Python's other spellings. Not replaced are
+values of one character, values derived by a handler, such as a slice or a hash, and the remainder of a value where two
+copies of it overlap in the text.
 """
 
 import functools
@@ -97,9 +97,11 @@ _TOO_MANY = "(text withheld: there are too many values that it may quote)"
 
 
 class Frame(NamedTuple):
-    """A frame of a call stack: file, line and function. Without a path it replaces omitted frames: `line` is the count.
+    """A frame of a call stack: file, line and function. An entry without a path replaces frames that were left out.
 
-    `is_made`: the code was generated at run time and is in no module's file, so its names may contain values.
+    Attributes:
+        line: The line; without a path, the number of frames left out.
+        is_made: True if the code was generated at run time and is in no module's file, so its names may contain values.
     """
 
     path: str
@@ -221,7 +223,7 @@ def _owner(file: str, homes: tuple[str, ...]) -> str:
 def homes_of(module: str | None) -> tuple[str, ...]:
     """Return the paths of a handler's application: its top-level package, and others of the same distribution.
 
-    They are first read when a relay starts, because reading the installed distributions takes a while.
+    Frames of code there count as users' code. The paths are first read when a relay starts, because that takes a while.
 
     Args:
         module: The name of the handler's module; None if it has none.
@@ -267,12 +269,16 @@ def _names_beside(top: str, folder: str) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The result of an attempt that raised an error.
+    """The result of an attempt that raised an error, from which `settle` decides on a retry or a dead letter.
 
-    `record`: the description to store with the job. `transient`: no job is to blame, because the error was a deadlock,
-    a serialization failure, or the failure of a prepared statement whose table was altered since; `prepared`: it was
-    the last of these. `permanent`: another attempt cannot help. `sqlstate`: that of a database error. `error`: the
-    exception itself, for hooks.
+    Attributes:
+        record: The description to store with the job.
+        transient: True if no job is to blame: the error was a deadlock, a serialization failure, or the failure of a
+            prepared statement whose table was altered since.
+        prepared: True if it was such a statement's failure.
+        permanent: True if another attempt cannot help.
+        sqlstate: The SQLSTATE of a database error.
+        error: The exception itself, for hooks.
     """
 
     record: ErrorRecord
@@ -284,7 +290,10 @@ class Failed:
 
 
 def withheld(result: R) -> R:
-    """Return an attempt's result without texts of the error or the handler; its type, places and SQLSTATE stay."""
+    """Return an attempt's result without the texts of its error or handler; the error's type, places and SQLSTATE stay.
+
+    For handlers with `messages="withheld"`.
+    """
     if isinstance(result, Failed):
         text = f"{WITHHELD} (SQLSTATE {result.sqlstate})" if result.sqlstate else WITHHELD
         chain = tuple(map(_without_text, result.record.chain))
@@ -351,7 +360,10 @@ def kept_errors(stored: str) -> str:
 
 
 def count_unfinished(stored: str) -> int:
-    """Return the number of a job's stored error records that report a run interrupted by its relay, or lost with it."""
+    """Return the number of a job's stored error records that report a run interrupted by its relay, or lost with it.
+
+    After too many of these runs, a job is treated as one that blocks its relay.
+    """
     types = (INTERRUPTED, RELAY_DIED)
     try:
         return sum(record.type in types for record in msgspec.json.decode(stored.encode(), type=list[_Typed]))
@@ -370,10 +382,11 @@ class JudgesFailures:
     is_interruption: Callable[[BaseException], bool]
 
     def is_failure(self, error: BaseException) -> bool:
-        """Return True if an error of a handler is a failed attempt of its job.
+        """Return True if an error that a handler raised is a failed attempt of its job.
 
-        Every error of a handler is one, KeyboardInterrupt and other BaseExceptions included: a job must not end its
-        relay. The exceptions are a lost connection, and the relay's own interruption or loss of the batch.
+        That is so for every error, also KeyboardInterrupt and other BaseExceptions, because a job must not end its
+        relay. It is not so for a lost connection, for the relay's own interruption of the handler, and if the relay has
+        taken the batch away.
         """
         # Compared by the exact type, which users' classes cannot redefine.
         return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
@@ -487,10 +500,10 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
 
 
 def _links(error: BaseException) -> list[tuple[BaseException, bool]]:
-    """Return an exception, the cause or context of that one, the cause or context of the next, and so on.
+    """Return an exception and those that led to it: its cause or context, the cause or context of that one, and so on.
 
-    Each comes with True if it is the implicit context (`__context__`) of the exception before it in the list, and False
-    if it is the explicit cause (`__cause__`), or the first of all.
+    Each comes with a flag: True if it is the implicit context (`__context__`) of the exception before it in the list,
+    and False if it is the explicit cause (`__cause__`), or the first of all.
     """
     found, seen = [(error, False)], {id(error)}
     while len(found) < _LONGEST_CHAIN:
@@ -508,7 +521,7 @@ def _links(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _reachable(error: BaseException) -> list[BaseException]:
-    """Return an error and the exceptions that led to it, up to `_LONGEST_CHAIN`, also those not in its traceback.
+    """Return an error and all exceptions that led to it, up to `_LONGEST_CHAIN`, even if Python would not print them.
 
     Their texts are searched for quoted rows, which the error's own text may repeat.
     """
@@ -552,7 +565,7 @@ class Redactor:
 
     Args:
         args: The stored arguments, of all jobs of the call that failed; None if texts are kept whole.
-        errors: The exceptions of the failure. Quoted rows of one may appear in the text of another.
+        errors: The exceptions of the failure. Rows that one exception quotes may appear in the text of another.
     """
 
     def __init__(self, args: Sequence[str] | None, errors: Iterable[BaseException] = ()) -> None:
@@ -573,8 +586,9 @@ class Redactor:
     def redact(self, text: str, kept_characters: int = READ_CHARACTERS) -> str:
         """Return the beginning of a text without quoted rows, and with arguments' names in place of their values.
 
-        All values are searched for in the original text, so that overlaps hide none, and none is found in an inserted
-        name. A value shorter than _LONG_VALUE counts only as a whole word: "order" is not replaced in "ordered".
+        Every value is searched for in the original text. So a value is also found if it overlaps another one, and an
+        inserted name is never searched. A value shorter than _LONG_VALUE counts only as a whole word: "order" is not
+        replaced in "ordered".
         """
         if self._is_whole:
             return text[:kept_characters]

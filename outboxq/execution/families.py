@@ -1,8 +1,8 @@
-"""Features that the core of a claim and a commit does not know by name, such as expiry, cancellation, and unique keys.
+"""Calls the optional features of a claim and a commit, such as expiry, cancellation and unique keys.
 
-They decide jobs that end without a run: a job has expired, was cancelled, has no handler here, or was settled by its
-claim (`coalesce`). Decided jobs are settled like all others. They also add steps to a COMMIT: sets of statements sent
-together with it, each defined in a file of its own.
+The code that claims and commits knows none of them by name. `decide` finds the jobs of a claim that end without a run:
+a job has expired, was cancelled, has no handler here, or was settled by its claim (`coalesce`). `steps_of` finds the
+steps that a COMMIT needs: sets of statements sent together with it, each defined in a file of its own.
 """
 
 import math
@@ -61,7 +61,7 @@ def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handl
 def ended_meanwhile(batch: BatchState, job: Job, runtime: Runtime) -> CancelledResult | ExpiredResult | None:
     """Return the result of a job that has expired or was cancelled by now; None for any other job.
 
-    That may have happened while the job waited for others of its batch.
+    Called again just before a job runs, because it may have waited for others of its batch.
     """
     if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):
         return ExpiredResult()
@@ -71,9 +71,9 @@ def ended_meanwhile(batch: BatchState, job: Job, runtime: Runtime) -> CancelledR
 
 
 def hold_back(batch: BatchState, job: Job, runtime: Runtime) -> None:
-    """If this job was put off and its group must keep its order, let the group's later jobs in the batch wait too.
+    """After a job was put off, let the later jobs of its group in the batch wait too, if the group keeps its order.
 
-    This only decides it: their result becomes `GivenBack`.
+    Their result becomes `GivenBack`; `run` puts them back.
     """
     if job.group_key is not None and not passes(job, runtime):
         for later in batch.jobs[batch.running.position + 1 :]:
@@ -111,7 +111,7 @@ def steps_of(
     runtime: Runtime,
     stands_for: Mapping[UUID, tuple[UUID, ...]] | None = None,
 ) -> list[Step]:
-    """Return the steps (statements sent with COMMIT) that jobs of a batch which end with these events need; often none.
+    """Return the steps (statements sent with COMMIT) for the jobs of a batch that end by these events; often none.
 
     For leased jobs that used no session, use `steps_of_many`.
 
@@ -139,8 +139,8 @@ def steps_of_many(
 ) -> list[Step]:
     """Return the steps (statements sent with COMMIT) for leased jobs of any claims whose handlers used no session.
 
-    Unlike `steps_of`, these do not write the finished rows (kept results): the statement that removes the jobs does,
-    because another relay may have taken some.
+    Unlike `steps_of`, this returns no step for finished rows (kept results). The statement that removes the jobs writes
+    these rows, because another relay may have taken some of the jobs.
 
     Args:
         jobs: The jobs that have ended.

@@ -28,7 +28,10 @@ _BRIEFLY = "SET LOCAL lock_timeout = '500ms'"
 
 
 class LeftPrepared(Exception):
-    """The transaction of a batch is prepared (two-phase commit) under the name `gid`, and the relay may not end it."""
+    """A handler has prepared the batch's transaction (two-phase commit) as `gid`, and the relay may not end it.
+
+    The relay's role lacks the right to roll it back. So it is not known what will be committed.
+    """
 
     def __init__(self, gid: str) -> None:
         super().__init__(gid)
@@ -40,8 +43,8 @@ def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | Non
 
     If the relay's COMMIT succeeded and only its answer was lost, all is committed. If the transaction was committed
     although the relay never sent COMMIT, a handler committed it: the handler's job becomes a dead letter, and the jobs
-    after it are put back. If a handler prepared the transaction (two-phase commit), and the relay may not end it, the
-    handler's job does not run again.
+    after it are put back. If a handler prepared the transaction (two-phase commit), and the relay has no right to roll
+    it back, the handler's job does not run again.
 
     Args:
         connection: A working connection.
@@ -73,8 +76,8 @@ def _resolve_by_presence(connection: Connection, batch: BatchState) -> BatchRepo
     """Find the outcome by the job's row, because a crash or a failover may have caused transaction ids to be reused.
 
     If the row is there, nothing was committed. If it is gone, this relay's COMMIT removed it, provided that COMMIT was
-    sent and the server may have it; else another relay was quicker, and has reported the job. If the transaction's id
-    was reused and committed, both relays report the job.
+    sent and the server may have committed it. Otherwise another relay ran the job first, and has reported it. If the
+    transaction's id was reused and committed, both relays report the job.
     """
     assert batch.transaction is not None
     with connection.begin():
@@ -105,7 +108,8 @@ def was_committed(connection: Connection, xid: str) -> bool:
 def _undo_prepared(connection: Connection, gid: str) -> None:
     """Roll back the relay's transaction, which a handler has prepared (two-phase commit).
 
-    Otherwise it would hold the job and its rows for ever, and could be committed in addition to another run of the job.
+    A transaction that stays prepared would lock the job and its rows for ever, and a later COMMIT PREPARED could add
+    its rows to those of another run of the job.
 
     Raises:
         LeftPrepared: another role prepared it.
@@ -122,7 +126,7 @@ def _undo_prepared(connection: Connection, gid: str) -> None:
 
 
 def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, left: LeftPrepared) -> BatchReport:
-    """Return the report of a batch whose transaction a handler has prepared and the relay may not end.
+    """Return the report of a batch whose transaction a handler has prepared and the relay has no right to roll back.
 
     In transaction mode the jobs wait for the end of that transaction, which holds their rows. A leased job's row is
     free, and the job would run again although the transaction may be committed: so it becomes a dead letter.

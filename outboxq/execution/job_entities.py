@@ -1,8 +1,8 @@
 """Entities of a job whose session is not open yet.
 
 Many handlers only change the entities that they receive, and need no session for that: the changed columns are read
-from the entities. So these entities belong to a session that opens as soon as code looks at it, through the context or
-through an entity; it then joins the transaction, with the entities in it.
+from the entities. These entities belong to a placeholder. It becomes an open session, which joins the transaction with
+the entities in it, as soon as code uses the session through the context or an entity.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,10 @@ def put(opened: JobSession, entity: object) -> object:
 
 
 def may_read(opened: JobSession, key: Any, events: Listeners) -> bool:
-    """Return True if a row may be read without the job's session: it is not in there, and no listener sees its loading.
+    """Return True if a row may be read without the job's session.
+
+    That is so if the session neither holds the row nor has unsent changes, and no user's listener would notice the
+    loading.
 
     Args:
         key: The identity key of the row.
@@ -69,8 +72,8 @@ def may_read(opened: JobSession, key: Any, events: Listeners) -> bool:
 def changes_before(opened: JobSession, facts_of: FactsOf) -> list[RowChange] | None:
     """Return the UPDATEs for the changed entities of a job whose session is not open, for the caller to send.
 
-    They are those that a flush would send; afterwards the session can no longer be opened. Return None if it is open
-    already, or if a flush might do more than these UPDATEs.
+    A flush would send the same UPDATEs; after this call the session can no longer be opened. Return None if the session
+    is open already, or if a flush might do more than these UPDATEs.
     """
     with opened.lock:
         found = _changes(opened, facts_of)
@@ -81,7 +84,7 @@ def changes_before(opened: JobSession, facts_of: FactsOf) -> list[RowChange] | N
 def send_before(opened: JobSession, connection: Connection) -> bool:
     """Send the changes of a lone job's entities directly, which is faster than opening a session for them; return True.
 
-    Return False, and send nothing, if they must be left to the session's flush.
+    Return False, and send nothing, if the changes must be left to the session's flush.
 
     Raises:
         StaleDataError: a row does not exist any more.
@@ -133,7 +136,7 @@ class Entities:
         return any(state.key == key for state in self._entities)
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
-        """Check, before changes are sent, if the handler made some to these unlocked entities; `changes` logs it."""
+        """Check, before changes are sent, if the handler changed these unlocked entities; `changes` logs it."""
         if entities:
             self._watched = Watch(changes, entities)
 
@@ -161,7 +164,7 @@ class Entities:
         return made
 
     def move_to(self, session: HandlerSession) -> None:
-        """Move all entities into the session that was opened for them, which also goes on checking unlocked ones."""
+        """Move all entities into the session that was opened for them; it also goes on checking unlocked entities."""
         for entity in self._entities.values():
             attach(session, entity)
         if self._watched is not None:
@@ -210,7 +213,10 @@ def _vars(unopened: _Unopened) -> dict[str, Any]:
 
 
 class _NoMap:
-    """The identity map of all placeholders for sessions. It records nothing, and reports that the session has begun."""
+    """The identity map of all placeholders for sessions, which records nothing.
+
+    It reports changes at once, or SQLAlchemy would begin the session at an entity's first change.
+    """
 
     def __init__(self) -> None:
         self._modified = self

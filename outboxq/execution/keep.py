@@ -1,7 +1,7 @@
-"""Finished rows: the rows of finished jobs with `keep=`. They are written in the transaction that removes the jobs.
+"""Finished rows: rows of the table done_job, which record the finished jobs of kinds with `keep=`.
 
-So a row exists only if its job's effect does: in transaction mode it is written in the same round trip as COMMIT, under
-a lease by the statement that removes the job. If the table refuses a row, the job is done without it: jobs must not
+A row is written in the transaction that removes its job: in transaction mode in the same round trip as COMMIT, under a
+lease by the statement that removes the job. If the table refuses a row, the job is done without it: jobs must not
 depend on finished rows. Code that waits for a job's result is notified in that round trip too.
 """
 
@@ -61,6 +61,8 @@ class FinishedRows(Step):
     """The step (statements sent with COMMIT) that writes the rows of finished jobs; COMMIT succeeds without it.
 
     Attributes:
+        keeper: Made this step; pauses such steps after a refusal.
+        jobs: The values of the rows, by column.
         prepared: The connection's prepared INSERT.
     """
 
@@ -87,7 +89,7 @@ class FinishedRows(Step):
         return ()
 
     def refused(self, error: BaseException) -> "FinishedRows | None":
-        """Return the step with an INSERT that is not prepared, if the prepared one was lost or had an old plan.
+        """Return the step with an INSERT that is not prepared, if the prepared one may be the cause: it was lost, say.
 
         For any other error return None, and write no finished rows for `_PAUSE_SECONDS`.
         """
@@ -102,7 +104,7 @@ class FinishedRows(Step):
 class TellWaiters(Step):
     """The step (statements sent with COMMIT) that notifies code waiting for jobs' results.
 
-    It is the last one, because its advisory locks are held until COMMIT.
+    It follows the INSERT of finished rows, because its advisory locks are held until COMMIT.
     """
 
     schema: str
@@ -116,7 +118,10 @@ class TellWaiters(Step):
 
 @dataclass(slots=True)
 class Keeper:
-    """Makes the rows that a relay writes for finished jobs, by the `keep=` options of each kind and alias."""
+    """Makes the rows that a relay writes for finished jobs, by the `keep=` options of each kind and alias.
+
+    `kinds` are these options by kind, and `relay` is the id that each row stores.
+    """
 
     kinds: Mapping[str, Keeping] = field(default_factory=dict)
     relay: UUID | None = None
@@ -136,7 +141,10 @@ class Keeper:
         return cls(kinds, relay)
 
     def keep_nothing(self) -> None:
-        """Write no finished rows until the relay ends; code waiting for results is still notified."""
+        """Write no finished rows until the relay ends; code waiting for results is still notified.
+
+        For a relay whose role may not write the table.
+        """
         self._paused_until = math.inf
 
     def finished_rows(
@@ -144,7 +152,7 @@ class Keeper:
     ) -> FinishedColumns | None:
         """Return the rows to write for jobs that ended by these events and whose kinds have `keep=`.
 
-        Return None if there are none, or if writing them is paused after a refusal.
+        Return None if there are no such jobs, or if writing rows is paused after a refusal.
 
         Args:
             others: By the id of a job that ran, the ids of the jobs merged into it.

@@ -1,7 +1,8 @@
 """A call under a lease: one job's handler, with a connection only from its session's first use to COMMIT.
 
-A job whose session was used is settled (its row removed or put back) in the transaction of its handler's rows. Any
-other job's result is returned, to be settled together with others: such a handler needs no connection.
+If the handler used the session, its job is settled (its row removed or put back) in the transaction of the handler's
+rows. Otherwise no connection was needed: the job's result is returned, and the caller settles it together with those of
+other jobs.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ class LeasedCall:
         self._started: _LeasedAttempt | None = None
 
     def start(self) -> Coroutine[Any, Any, None] | None:
-        """Begin the run of an async handler; return its coroutine, for a task of its own. After that ends, call `run`.
+        """Begin the run of an async handler; return its coroutine, for a task of its own. After that task, call `run`.
 
         Return None if there is nothing to await: `run` may be called at once.
         """
@@ -82,7 +83,7 @@ class LeasedCall:
     def run(self) -> Settlement | Ended:
         """Run the handler, unless `start` did; then settle the job and commit, or return the change that settles it.
 
-        The latter is done if no connection was needed, for example because the handler did not use its session: the
+        The change is returned if no connection was needed, for example because the handler did not use its session: the
         caller sends such changes of several jobs together. After a commit, the end of the batch is returned.
 
         Raises:

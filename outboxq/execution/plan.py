@@ -21,10 +21,13 @@ _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive jobs of a batch that run in the same way, at `places` in the batch.
+    """Consecutive jobs of a batch that run in the same way; `plan_segments` makes segments, and `run` runs them.
 
-    `kind` is "shared" (several handlers on one savepoint), "batch" (one call of a batch handler) or "alone" (one by
-    one). `arguments`: the jobs' decoded arguments, unless they run alone.
+    Attributes:
+        kind: "shared" (several handlers on one savepoint), "batch" (one call of a batch handler) or "alone" (one by
+            one).
+        places: The places of the jobs in the batch.
+        arguments: The jobs' decoded arguments, unless they run alone.
     """
 
     kind: SegmentKind
@@ -33,10 +36,10 @@ class Segment:
 
 
 def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
-    """Divide the batch's jobs into segments, and put `batch.jobs` into the order of these.
+    """Divide the batch's jobs into segments, and sort `batch.jobs` by segment.
 
-    Jobs of batchable kinds come first, then those of batch handlers, then jobs that run alone. A job runs alone,
-    without affecting the others, if its arguments or the next job of its chain cannot be read.
+    Jobs of batchable kinds come first, then those of batch handlers, then jobs that run alone. A job also runs alone if
+    its arguments or the next job of its chain cannot be read, so that its failure does not affect the others.
     """
     if (
         batch.tries.apart

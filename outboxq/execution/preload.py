@@ -1,7 +1,7 @@
-"""Preloading: the rows of a batch's entity arguments, loaded in one SELECT per class, each used by one job.
+"""Preloading: loads the rows of entity arguments of several jobs in one SELECT per class, before their handlers run.
 
-A preloaded row equals the row that its job would have loaded, as long as nothing was sent in between and no unsent
-change of the row waits in the write buffer. So before anything is sent, all preloaded rows are dropped.
+A preloaded row must equal the row that its job would have loaded. So all preloaded rows are dropped before anything is
+sent for a handler, and a single row if a change of it waits in the write buffer.
 
 On Citus a job may be seen before the rows of the transaction that added it: Citus commits a transaction on its nodes
 one after the other. If a node dies in between, the rows come only with Citus' recovery, by default within a minute.
@@ -54,7 +54,7 @@ Load: TypeAlias = Callable[[Any, Identities, bool], list[object]]
 class RowsMayBeLate(Exception):
     """The row of a job's argument is missing, but the job was added so recently that the row may come, as on Citus.
 
-    The job is put off by `retry_after_seconds`, without counting an attempt.
+    The attempt then puts the job off by `retry_after_seconds`, without counting.
     """
 
     def __init__(self, retry_after_seconds: float) -> None:
@@ -111,7 +111,7 @@ def load_alone(
     """Load the entity of an argument as `load_entity` does, for a job that runs alone.
 
     If possible (`is_readable`), the row is read on the driver's cursor, because SQLAlchemy's own loading takes several
-    times as long. No unsent change of the row can exist then.
+    times as long.
     """
     entity: Any = key.entity
     if is_readable(entity) and _has_plain_keys(entity) and is_direct(connection):
@@ -134,7 +134,7 @@ def watch_unlocked(session: Watched, changes: UnlockedChanges, loaded: Collectio
     """Make the session check if the handler changes loaded entities whose rows are not locked: updates may get lost.
 
     Args:
-        changes: Logs it, once.
+        changes: Logs the first such change of a kind's handler.
         loaded: The entities, each after its key.
     """
     if changes.is_said:
@@ -153,9 +153,9 @@ def entity_keys(arguments: Iterable[Mapping[str, object]]) -> list[EntityKey]:
 
 
 class Locks:
-    """A record of the row locks that a batch has taken for its jobs, and the code that takes them.
+    """Takes the row locks that a batch needs for its jobs, and records them, so that no row is locked twice.
 
-    Every batch takes them in the same order, so that no two batches deadlock: tables by name, one statement each, and
+    Every batch takes locks in the same order, so that no two batches deadlock: tables by name, one statement each, and
     rows by primary key.
     """
 
@@ -173,7 +173,7 @@ class Locks:
     def take(
         self, session: Session, keys: Iterable[EntityKey], can_load: Callable[[type[object]], bool], load: Load
     ) -> list[object]:
-        """Lock the rows of those keys that are `locked`, unless it was done; return the entities loaded with them.
+        """Lock the rows of those keys that are `locked` and not locked yet; return the entities loaded with these rows.
 
         Rows whose entities may not be loaded are only locked.
 
@@ -201,7 +201,10 @@ class Locks:
 
 
 def lock_ahead(connection: Connection, keys: Iterable[EntityKey], locks: Locks) -> None:
-    """Lock the rows of those keys that are `locked`, before the jobs run, without loading any entity."""
+    """Lock the rows of those keys that are `locked`, before the jobs run, without loading any entity.
+
+    Taken together, the locks come in one order, so batches do not wait for each other.
+    """
     with _session_on(connection) as session:
         locks.take(session, keys, lambda _: False, _into(session))
 
@@ -217,7 +220,7 @@ def load_together(session: Session, keys: Collection[EntityKey], locks: Locks) -
 
 
 class PreloadedEntities:
-    """Rows of entity arguments that were loaded in advance; each is removed by the next job that has it as an argument.
+    """Rows of entity arguments that were loaded in advance; the first job that has a row as an argument takes it out.
 
     Args:
         own_types: True to preload only classes whose columns all have SQLAlchemy's own types: other types run users'
@@ -236,11 +239,11 @@ class PreloadedEntities:
         return self._rows.pop((key.entity, key.identity), None)
 
     def drop(self) -> None:
-        """Forget all preloaded rows; called before a statement of a handler is sent, because it may change them."""
+        """Forget all preloaded rows; called before a handler's statement is sent, because that may change the rows."""
         self._rows.clear()
 
     def changed(self, row: RowId, entity: type[object]) -> None:
-        """Forget the preloaded row that a job has changed through the class `entity`, as the change is not sent yet.
+        """Forget the preloaded row that a job has changed through the class `entity`: the change is not sent yet.
 
         If rows of the table were also preloaded through other classes, forget all rows.
         """
@@ -251,7 +254,7 @@ class PreloadedEntities:
             self._rows.pop((entity, row[1]), None)
 
     def _oid(self, entity: type[object], facts_of: FactsOf) -> int | None:
-        """Return the oid of the table of a class whose rows can be preloaded; None for any other class."""
+        """Return the oid of a class's table if rows of the class can be preloaded, else None; remember the answer."""
         if entity not in self._oids:
             is_plain = is_readable(entity, own_types=self._own_types)
             table: Any = mapper_of(entity).local_table
@@ -262,7 +265,7 @@ class PreloadedEntities:
     def load(self, keys: Iterable[EntityKey], facts_of: FactsOf) -> None:
         """Preload the rows of keys that are not preloaded yet, if their classes allow it; lock rows of `locked` keys.
 
-        Rows of `locked` keys are locked even if their classes do not allow it.
+        Rows of `locked` keys are locked even if their classes do not allow preloading.
 
         Args:
             facts_of: Returns the facts of a table.
@@ -384,6 +387,6 @@ def _has_plain_keys(entity: Any) -> bool:
 
 @lru_cache(256)
 def _lock_by_keys(entity: Any) -> Select[Any]:
-    """Return a SELECT that locks rows in the order of `_by_keys` without loading, for several classes of one table."""
+    """Return a SELECT that locks rows of several classes of one table in the order of their keys, and loads nothing."""
     base = mapper_of(entity).base_mapper
     return _with_keys(select(*base.primary_key), base).order_by(*base.primary_key).with_for_update(key_share=True)

@@ -1,6 +1,7 @@
-"""Reads entities of plain classes on the driver's cursor, which is faster than a session; they are in no session yet.
+"""Reads entities of plain classes on the driver's cursor, which is faster than reading them through a session.
 
-Each entity equals the one that a session's SELECT would have made. `attach` puts it into its session.
+Each entity equals the one that a session's SELECT would have made, but belongs to no session. `attach` puts it into
+one.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,10 +87,12 @@ def columns_of(entity: Any) -> tuple[Column[Any], ...]:
 
 
 class _Maker(NamedTuple):
-    """A class's instructions for making an entity from a row.
+    """The instructions by which `_made` makes an entity of one class from a row.
 
-    They are the names of its attributes in the order of the columns, conversions of values, and the attribute of its
-    key.
+    Attributes:
+        names: The attributes, in the order of the columns.
+        convert: The conversions of values, by attribute.
+        key: The attribute of the primary key.
     """
 
     mapper: Mapper[Any]
@@ -125,10 +128,10 @@ def _made(maker: _Maker, row: tuple[object, ...]) -> object:
 
 
 def attach(session: Session, entity: object) -> object:
-    """Put an entity that was read into its session, and return it.
+    """Put an entity that was read into its session, and return the entity.
 
-    The session takes the connection first, as for its own SELECT: then a handler's calls have the same effect on its
-    transaction.
+    First the session takes its connection, as it would for a SELECT of its own: later commit() and rollback() calls of
+    the handler then have the same effect on the transaction.
     """
     session.connection()
     state = instance_state(entity)

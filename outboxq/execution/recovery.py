@@ -49,11 +49,11 @@ _COMPARED = 10
 
 
 def recover_claim(connection: Connection, request: ClaimRequest, error: BaseException, schema: str) -> Ended:
-    """Clear the marks of a claim that failed before any job ran; return its end, with no report if it would fail again.
+    """Clear the marks that a failed claim left in rows; return its end, by which the slot finds the faulty row.
 
-    A claim that fails leaves marks in rows, as the claim of a dead relay does. If one row of several caused the
-    failure, the next claims take one job each, until one of them fails on that row; its job is then made a dead letter
-    or put off.
+    A failed claim leaves the same marks as the claim of a dead relay. If one row of several caused the failure, the
+    next claims take one job each, until one of them fails on that row; its job is then made a dead letter or put off.
+    The end has no report if the claim would fail again.
     """
     if request.failed(error):
         # The next claim is sent in another way.
@@ -135,7 +135,7 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
 
 
 def _recover_rolled_back(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
-    """Recover a batch that was rolled back: record a failed attempt of a lone job; several jobs run one by one next."""
+    """Recover a batch that was rolled back: record a lone job's failed attempt, or let several jobs run one by one."""
     if not batch.is_leased:
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
@@ -157,8 +157,9 @@ def _recover_rolled_back(connection: Connection, batch: BatchState, error: BaseE
 def _recover_escaped(connection: Connection, batch: BatchState, escaped: TransactionEscaped, runtime: Runtime) -> Ended:
     """Recover after a handler ended the transaction: jobs whose rows may be committed never run again.
 
-    Between that handler's COMMIT and the recovery's, the jobs after it are in no table. If this process or the server
-    dies in between, they are lost; only a handler that commits on the driver's own connection causes that.
+    If the handler committed it, the later jobs of the batch are in no table until this recovery commits. They are lost
+    if this process or the server dies in between. Only a handler that commits on the driver's own connection causes
+    that.
     """
     failed = runtime.redacted(escaped.job, escaped.failed)
     try:
@@ -211,8 +212,8 @@ def record_result(
     If another relay has taken the job by now, nothing is written. If the job cannot be settled, it is put off.
 
     Args:
-        cleared: The ids of jobs whose claim was rolled back on purpose. The marks that it left in their rows are
-            cleared too: relays would take these for jobs whose relay died.
+        cleared: The ids of jobs whose claim was rolled back on purpose. The marks that the claim left in their rows are
+            cleared too: relays would take marked jobs for jobs whose relay died.
     """
     try:
         return BatchReport(1, _settle_anew(connection, batch, job, result, runtime, cleared))
@@ -231,8 +232,8 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UU
     """Put off, by `POSTPONED`, a job that can be neither settled nor left to another relay; no attempt is counted.
 
     Args:
-        batch: The ids of jobs whose claim was rolled back on purpose. The marks that it left in their rows are cleared
-            too: relays would take these for jobs whose relay died.
+        batch: The ids of jobs whose claim was rolled back on purpose. The marks that the claim left in their rows are
+            cleared too: relays would take marked jobs for jobs whose relay died.
     """
     with connection.begin():
         clear_marks(connection, runtime.schema, batch)
@@ -243,9 +244,10 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UU
 def _settle_anew(
     connection: Connection, batch: BatchState, job: Job, result: Result, runtime: Runtime, cleared: tuple[UUID, ...]
 ) -> tuple[Event, ...]:
-    """Settle a job whose transaction was rolled back, in a new one that claims it again unless it is leased; commit.
+    """Settle a job whose transaction was rolled back, in a new transaction; commit, and return the events.
 
-    Return the events; none if another relay has taken the job.
+    A leased job is still claimed; any other job is claimed again first. Return no events if another relay has taken the
+    job.
     """
     # Jobs that a leased run has merged are gone for good; others wait again, because their claim was rolled back.
     taken_along = batch.stands_for if batch.is_leased else {}

@@ -39,7 +39,7 @@ _AS_IT_IS = nullcontext()
 
 
 def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, *, shared: bool) -> None:
-    """Run each job of a claimed batch whose result is not decided without a run, and write the outcomes of all jobs.
+    """Run each job of a claimed batch unless its result was decided without a run, and write the outcomes of all jobs.
 
     Args:
         handlers: Handlers by kind, from `decide`.
@@ -102,9 +102,9 @@ def _run_several(
 def _run_together(
     connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, segment: Segment, locks: Locks
 ) -> bool:
-    """Run the jobs of a segment (consecutive jobs of the batch) together; return False if all are undone.
+    """Run the jobs of a segment (consecutive jobs of the batch) together; return False if all their rows are undone.
 
-    The caller then runs each alone.
+    The caller then runs each job alone.
     """
     longest = runtime.registry.timeout_seconds(batch.queue)
     if batch.running.timeout_seconds != longest:
@@ -142,7 +142,7 @@ def _call_batch_handler(
 def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, locks: Locks) -> None:
     """Lock the rows of all `Locked` arguments of the batch's jobs, before the first job runs.
 
-    All are locked in one order: else two batches with common rows could wait for each other.
+    Every batch locks its rows in the same order; otherwise two batches with common rows could wait for each other.
     """
     locking = {
         kind: found
@@ -186,7 +186,7 @@ def _run_alone(
 ) -> Result:
     """Run the handler of one job, and again after a failure such as a deadlock; return the last run's result.
 
-    A job whose result was decided without a run is not run: that result is returned.
+    If the job's result was decided without a run, return that result at once.
     """
     # First: the event of a job that does not run must not have the previous job's time.
     batch.running.begin()
@@ -210,8 +210,8 @@ def _run_alone(
 def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
     """Run a job's attempt, and again up to `FREE_RETRIES` times after a transient failure; return the last result.
 
-    Such a failure is a deadlock, a serialization failure, or that of an outdated prepared statement. After a deadlock
-    in a batch of several jobs, the job runs again only once.
+    Transient failures are a deadlock, a serialization failure, and that of an outdated prepared statement. After a
+    deadlock in a batch of several jobs, the job runs again only once.
 
     Args:
         make: Makes a new attempt of the job; called for each run.
@@ -242,7 +242,7 @@ def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) ->
 
 
 def _set_timeout(connection: Connection, batch: BatchState, seconds: float | None, *, shared: bool) -> None:
-    """Set a handler's deadline as the transaction's statement timeout, in place of that of the queue or the last job.
+    """Set a handler's deadline as the transaction's statement timeout, in place of the deadline set before.
 
     Args:
         seconds: The deadline; None for none.
@@ -259,7 +259,8 @@ def _set_timeout(connection: Connection, batch: BatchState, seconds: float | Non
 def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | None:
     """Begin the batch's transaction, unless it has begun.
 
-    Return the name of its inner savepoint, if a lone job uses it as its own; None if jobs share the transaction.
+    Return the name of its inner savepoint, for a lone job to use as its own. Return None if jobs share the transaction:
+    each sets its own savepoint.
     """
     transaction = batch.begin(connection)
     return None if shared else transaction.inner_savepoint

@@ -37,27 +37,33 @@ _SHARED = (
 
 @dataclass(frozen=True, slots=True)
 class UnknownKindResult:
-    """The job does not run, and waits for a later try: no handler of this slot can run its kind, or that is paused."""
+    """The result of a job whose kind has no handler in this slot, or is paused.
+
+    The job does not run, and waits for a later try.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class CancelledResult:
-    """An operator cancelled the job while it ran, or before its handler was called."""
+    """The result of a job that an operator cancelled while it ran, or before its handler was called."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpiredResult:
-    """The job expired before its handler was called."""
+    """The result of a job that expired before its handler was called."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """The job waits again, unchanged: an earlier job of its batch and group was put off, and holds up the group."""
+    """The result of a job that waits again, unchanged, because an earlier job of its group was put off."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettledByClaim:
-    """The job's claim has settled it: it was merged into another, or waits for its key's next period (`every`)."""
+    """The result of a job that its claim has settled.
+
+    The job was merged into another, or waits for the next period of its key (`every`).
+    """
 
 
 Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | ExpiredResult | GivenBack | SettledByClaim
@@ -86,11 +92,21 @@ class Runtime(JudgesFailures):
     """Everything that running a job needs except the job itself; the same as long as a slot's connection lives.
 
     Args:
+        registry: The application's handlers.
+        state: The handlers' `ctx.state`.
+        invoker: Calls handlers.
+        guard: Watches handlers' statements.
+        max_crashes: The crashes after which a job is a dead letter.
+        caller: Calls effects (`ctx.once`); None if this relay cannot.
+        sharing_queues: The queues whose jobs may share a transaction.
         is_interruption: Returns True for an error of a handler that is the relay's own interruption.
+        catalog: Facts of tables.
+        orders: Operators' orders, such as cancellations.
+        keeper: Makes finished rows.
         notes: Receives the progress of handlers; None if progress is not recorded.
         prepared_rows: The connection's prepared INSERT of finished rows.
-        coalesces: True if waiting jobs are merged into claimed jobs of the same coalescing key.
         has_citus: True if a job may be visible before the rows of the transaction that added it.
+        coalesces: True if waiting jobs are merged into claimed jobs of the same coalescing key.
     """
 
     registry: Registry
@@ -111,7 +127,7 @@ class Runtime(JudgesFailures):
     coalesces: bool = True
 
     def absent(self, connection: Connection, job: Job) -> None:
-        """Put a job off, by an error, if the missing row of its entity argument may come later (on Citus).
+        """Raise an error that puts a job off, if the missing row of an entity argument may come later (on Citus).
 
         Raises:
             RowsMayBeLate: the row may come later.
@@ -120,7 +136,7 @@ class Runtime(JudgesFailures):
             wait_while_young(connection, job)
 
     def effect_access(self, handler: AnyHandler, job: Job) -> EffectAccess | None:
-        """Return the object by which the job's handler calls effects (`ctx.once`); None if this relay cannot."""
+        """Return the object by which the job's handler calls effects (`ctx.once`); None if this relay calls none."""
         if self.caller is None:
             return None
         # Refused even for a lone job: a handler must not depend on how busy its queue is.

@@ -1,8 +1,8 @@
 """Settle: the outcome of a job's attempt is written in the transaction of its handler's rows.
 
-The decision on the outcome needs no connection and is an object (`Settlement`), so that those of many leased jobs can
-be written later, together. In transaction mode success writes nothing: the claim has deleted the job. Under a lease
-every write is refused once the lease is lost. `commit` commits, and checks that it did.
+The decision on the outcome needs no connection. It is an object (`Settlement`), so that the decisions on many leased
+jobs can be written later, together. In transaction mode success writes nothing: the claim has deleted the job. Under a
+lease every write is refused once the lease is lost. `commit` commits, and checks that it did.
 """
 
 from dataclasses import dataclass
@@ -99,8 +99,8 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
 def settlement_of(job: Job, result: Result, runtime: Runtime, seconds: float) -> Settlement | None:
     """Return the change that ends a job's attempt, decided without a connection; None if `settle_result` must decide.
 
-    That is so for a cancelled job, because the request for its cancellation must be queried, and for a done job with a
-    next job in its chain, which must be added.
+    It must decide for a cancelled job, because the request for its cancellation must be queried, and for a done job
+    with a next job in its chain, which must be added.
     """
     if isinstance(result, CancelledResult) or (isinstance(result, Done) and THEN_HEADER in job.headers):
         return None
@@ -165,8 +165,8 @@ def _retry_or_bury(
 def _cancel(connection: Connection, job: Job, runtime: Runtime, seconds: float) -> JobEvent:
     """End a cancelled job by the outcome that the request for its cancellation names, and delete the request.
 
-    If the request is gone, it was answered before the job came back from the dead letters; if it is older than the job,
-    it was for an earlier job with the same id. In both cases the job runs again.
+    The request may be gone: it was carried out before, and the job has come back from the dead letters since. Or the
+    request is older than the job, and was for an earlier job with the same id. In both cases the job runs again.
     """
     # A job with a coalescing key may have taken over the creation time of a job that was added after the request.
     created_at = job.created_at if job.unique_key is None else None
@@ -235,7 +235,7 @@ def release(connection: Connection, job: Job, record: ErrorRecord | None = None)
     """Put a job back to run at once, without counting the attempt.
 
     Args:
-        record: The reason why the job did not end, if it began; None otherwise.
+        record: The reason why the job did not end, if its run began; None otherwise.
     """
     write(connection, _release(job, record))
 
@@ -279,7 +279,7 @@ def is_unchanged(connection: Connection, job: Job) -> bool:
 
 
 def check_shared(connection: Connection, xid: str) -> None:
-    """Check the deferred constraints after one of several jobs: COMMIT would not show which job has violated one.
+    """Check the deferred constraints after one of several jobs: COMMIT would not show which job violates one.
 
     The constraints stay deferred.
 

@@ -1,7 +1,8 @@
-"""Settles many leased jobs of any claims in one round trip, each by its own lease token, with their outcomes' steps.
+"""Settles many leased jobs of any claims in one round trip, each by its own lease token.
 
-A job whose row another transaction has locked is left for the next round trip, so that the others do not wait for it. A
-lost lease of one job does not affect the others. Steps are statements that other features send with COMMIT.
+The steps of their outcomes, which are statements of other features, are sent too. A job whose row another transaction
+has locked is left for the next round trip, so that the others do not wait for it. A lost lease of one job does not
+affect the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ class Settled:
 
 @dataclass(slots=True, eq=False)
 class SettleMany:
-    """The settlements of leased jobs, as statements of one transaction.
+    """The settlements of leased jobs, as statements of one transaction, which the dispatcher sends.
 
     Args:
         stands_for: By the id of a job that ran, the ids of the jobs merged into it.
@@ -133,9 +134,9 @@ class SettleMany:
     def add_question(self, script: Script) -> None:
         """Append a query for the jobs that are still in the table, if an earlier COMMIT may have settled some.
 
-        The query comes after COMMIT, because only a new statement sees changes that were committed while the others
-        waited for a row; and it is sent in the same round trip, because the answer to a separate query could be lost,
-        and the outcome with it.
+        The query comes after COMMIT, because only a new statement sees changes that were committed while the earlier
+        statements waited for a row. It is sent in the same round trip, because the answer to a separate query could be
+        lost, and the outcome with it.
         """
         if self.is_asked:
             script.add("standing", standing(self.schema, (settlement.job for settlement in self.settlements)))

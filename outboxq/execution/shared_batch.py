@@ -1,4 +1,4 @@
-"""Shared batches: jobs of batchable kinds on one savepoint, which load and write rows together.
+"""Shared batches: jobs of batchable kinds run one after the other on one savepoint, and load and write rows together.
 
 Each job has its own session. Rows of entity arguments are preloaded, and a job's writes wait to be sent with those of
 the next jobs, as long as no statement could see the difference: before anything is sent for a handler, waiting writes
@@ -48,7 +48,7 @@ from outboxq.outcomes import Done
 def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
     """Run consecutive jobs of the batch, of batchable kinds, on one savepoint; return False if all are undone.
 
-    The caller then runs each alone.
+    The caller then runs each job alone.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -80,8 +80,8 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
 class _SharedRun:
     """Runs jobs one after the other on one savepoint, and watches everything that their handlers send.
 
-    Before a job sends anything, the waiting writes of earlier jobs are sent, and their events added. So if a job ends
-    the transaction, only its own rows and those of jobs with an event may be committed.
+    Before a job sends anything, the waiting writes of earlier jobs are sent, and the events of those jobs are added to
+    the batch. So if a job ends the transaction, only its own rows and those of jobs with an event may be committed.
     """
 
     def __init__(
@@ -180,9 +180,9 @@ class _SharedRun:
             raise
 
     def _set_aside_unsent(self) -> None:
-        """Reorder `batch.jobs`: jobs with unsent writes come after the one that ended the transaction.
+        """Move jobs with unsent writes, in `batch.jobs`, to the places after the job that ended the transaction.
 
-        The recovery puts all later jobs back: nothing of these can be committed.
+        The recovery puts back all jobs after that one. Nothing of the moved jobs can be committed.
         """
         batch, first = self._batch, len(self._batch.events)
         jobs, position = batch.jobs, batch.running.position
@@ -275,8 +275,9 @@ class _SharedRun:
     def _load_ahead(self) -> None:
         """Send the waiting writes, then preload the rows of the next jobs' entities.
 
-        At first, the rows of all jobs are loaded. After a handler that sent something, those of one job, then twice as
-        many each time: the next handler may send something too, and all preloaded rows would be dropped.
+        At first, the rows of all jobs are loaded. After a handler has sent something, which drops all preloaded rows,
+        this begins again with the rows of one job, and then loads those of twice as many jobs each time: the next
+        handler may send something too.
         """
         self._send()
         first = self._batch.running.position - self._places.start
@@ -285,7 +286,7 @@ class _SharedRun:
         self._ahead *= 2
 
     def _keep(self, opened: JobSession, run: Run) -> None:
-        """Put the job's unsent writes into the buffer, to be sent with later ones; send now those that may not wait."""
+        """Put the job's unsent writes into the buffer, or send them now if they may not wait for later jobs' writes."""
         self._check()
         if self._is_suspicious and not self._savepoint.is_same_transaction():
             # Before more is sent, because that would be in another transaction.
@@ -319,7 +320,8 @@ class _SharedRun:
     def _may_fail_at_commit(self) -> bool:
         """Return True if the job may have violated a deferred constraint.
 
-        It is then checked at once, because a later job might satisfy it again, and each job must succeed by itself.
+        The caller then checks the constraints at once. A later job might satisfy the constraint again, but each job
+        must succeed by itself.
         """
         for write in self._written:
             facts = None if write is None else self._facts_of(write.table)
@@ -360,7 +362,7 @@ class _SharedRun:
         """Check, without a statement, that the transaction is as before the handler, and that no error was swallowed.
 
         Raises:
-            HandlerError: it is not as before.
+            HandlerError: the transaction is not as before.
         """
         if self._failed is not None:
             # The handler received this error when it sent something, and may have swallowed it.

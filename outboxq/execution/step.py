@@ -1,4 +1,7 @@
-"""A step: statements of one feature, sent together with the COMMIT of jobs by code that does not know their purpose."""
+"""A step: statements of one feature that are sent together with the COMMIT of jobs.
+
+The code that commits sends steps without knowing what they do.
+"""
 
 from collections.abc import Sequence
 from typing import ClassVar

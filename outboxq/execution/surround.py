@@ -18,18 +18,22 @@ from outboxq.job import Job
 
 
 class HasSession(Protocol):
-    """An object whose attribute `made` is the session of one job's attempt, or None before the session's first use."""
+    """An object whose attribute `made` is the session of one job's attempt, or None before the session's first use.
+
+    `Surrounded.of` reads it.
+    """
 
     @property
     def made(self) -> object: ...
 
 
 class Surrounded(NamedTuple):
-    """The arounds of a handler's call, and a function that makes its arguments once they are entered.
+    """The arounds of a handler's call, and a function that makes the handler's arguments after the arounds are entered.
 
-    The call receives it in place of the arguments.
+    An invoker's `call` receives this object in place of the arguments.
 
     Attributes:
+        arounds: The arounds, the outermost first.
         load: Makes the arguments; synchronous code, which may send statements.
         batch: The jobs of a batch handler's call; None for any other handler.
     """
@@ -48,7 +52,7 @@ class Surrounded(NamedTuple):
     ) -> "Surrounded":
         """Return the object for one job's attempt.
 
-        Its `load` also records in `arounds` if the job's session was used before it, by one of the arounds.
+        Its `load` makes the arguments, and first records in `arounds` if one of the arounds has used the job's session.
         """
 
         def note_and_load() -> dict[str, object]:

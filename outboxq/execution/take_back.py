@@ -1,4 +1,4 @@
-"""Leased jobs that go back to their queue: interrupted ones unchanged, those whose run was lost as suspects.
+"""Puts leased jobs back into their queue: interrupted jobs unchanged, and jobs whose run was lost as suspects.
 
 A suspect is a job that ran when its relay died or lost it; it runs alone next, so that another crash affects no other
 job.
@@ -61,7 +61,7 @@ def take_back_lost(
 
 
 def take_back_held(connection: Connection, job: Job, runtime: Runtime) -> BatchReport:
-    """Take back a leased job whose row another transaction held when its handler had ended: the job runs again.
+    """Take back a leased job that could not be settled, because another transaction held its row: the job runs again.
 
     If the row is still held, nothing is done: the statement by which relays periodically renew leases takes the job
     back later.

@@ -1,7 +1,7 @@
 """Unique jobs that handlers add: a step (statements sent with COMMIT) takes their keys.
 
-They are taken last, in COMMIT's own round trip, so that a producer that adds a job of the same key waits for a COMMIT,
-and not for a handler. If another job has the key, the new job is deleted before it becomes visible.
+The keys are taken last, in COMMIT's own round trip. So a producer that adds a job of the same key waits at most for a
+COMMIT, and not for a handler. If another job has the key, the new job is deleted before it becomes visible.
 """
 
 from collections.abc import Sequence

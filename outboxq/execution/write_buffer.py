@@ -57,7 +57,7 @@ class RowChange(NamedTuple):
     Attributes:
         row: The oid of the table, and the primary key.
         entity: The mapped class through which the row was changed.
-        statement: The UPDATE: one object for the same columns of the same class.
+        statement: The UPDATE; changes of the same columns of the same class share one object.
         parameters: The values of the UPDATE's parameters.
     """
 
@@ -75,16 +75,16 @@ class _Deferred:
     rows: list[Row]
 
     def takes(self, write: Write) -> bool:
-        """Return True if `write` may be executed with these: it has the same statement object and parameter names."""
+        """Return True if `write` may be executed with these rows: same statement object and same parameter names."""
         return self.statement is write.statement and self.rows[0].keys() == write.parameters.keys()
 
 
 class WriteBuffer:
-    """The writes that wait to be sent.
+    """The writes of handlers that wait to be sent together.
 
     Args:
-        is_locked: Returns True if the batch has locked the row of a class with this primary key; then the order of
-            updates does not matter.
+        is_locked: Returns True if the batch has locked the row of a class with this primary key. Updates of rows that
+            are all locked may be sent in any order.
     """
 
     def __init__(self, is_locked: IsLocked) -> None:
@@ -103,7 +103,8 @@ class WriteBuffer:
     def concerns(self, row: RowId, entity: type[object]) -> bool:
         """Return True if the buffer must be sent before this row is read or changed through the class `entity`.
 
-        That is so if a change of the row waits, or one of its table that was made through another class.
+        That is so if a change of the row waits, or if a change of any row of its table waits that was made through
+        another class.
         """
         return row in self._rows or self._entities.get(row[0], entity) is not entity
 
@@ -186,7 +187,13 @@ def _execute(
 
 @dataclass(frozen=True, slots=True)
 class _Writable:
-    """A mapped class and its plain columns, which outboxq's own UPDATEs can write with the same effect as a flush."""
+    """A mapped class whose plain columns outboxq's own UPDATEs can write with the same effect as a flush.
+
+    Attributes:
+        primary_key: The names of the table's key columns.
+        keys: The key's attributes and their Python types.
+        columns: The plain columns and their Python types, by attribute.
+    """
 
     mapper: Mapper[Any]
     table: Table
@@ -195,7 +202,7 @@ class _Writable:
     columns: Mapping[str, tuple[Column[Any], type[object]]]
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
-        """Return True if, by these facts of its table, an UPDATE by primary key changes that row and nothing else."""
+        """Return True if an UPDATE by primary key changes that row and nothing else, by these facts of the table."""
         if facts is None or not (facts.is_plain and facts.is_inert):
             return False
         hooks = self.mapper.dispatch
@@ -206,7 +213,7 @@ class _Writable:
 def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
     """Return the UPDATEs that a flush of the session's changed rows would send; None if a flush would do more.
 
-    New objects are ignored.
+    New objects are ignored: the caller handles them.
     """
     if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
         return None
@@ -237,7 +244,7 @@ def changes_of(states: Iterable[InstanceState[Any]], facts_of: FactsOf) -> list[
 
 
 def send_changes(session: Session, connection: Connection) -> None:
-    """Send a session's changed rows now, ahead of its flush, if that would send only these and new jobs.
+    """Send a session's changed rows now, ahead of its flush, if the flush would send only these changes and new jobs.
 
     SQLAlchemy's flush takes several times as long. Nothing is sent if more than `_SENT_ONE_BY_ONE` rows have changed.
     New jobs are inserted first; if one of them refers to entities, all new jobs are left to the flush, after the
@@ -271,10 +278,10 @@ def _few_changes(session: Session, connection: Connection) -> list[RowChange]:
 
 
 def are_few(changes: Sequence[RowChange]) -> bool:
-    """Return True if it pays to send these changes ourselves: at most `_SENT_ONE_BY_ONE`, all with the same UPDATE.
+    """Return True if sending these changes without a flush pays: at most `_SENT_ONE_BY_ONE`, all with one UPDATE.
 
-    Each is then sent by itself, while the session's flush sends many in one round trip. And with different UPDATEs,
-    only SQLAlchemy knows the order of tables.
+    Each change is then sent by itself, while a flush sends many in one round trip. Changes with different UPDATEs are
+    left to a flush, because only SQLAlchemy knows the order of tables.
     """
     return len({id(change.statement) for change in changes}) <= 1 and len(changes) <= _SENT_ONE_BY_ONE
 
@@ -309,10 +316,10 @@ def commit_states(states: Iterable[InstanceState[Any]], held_by: IdentityMap | N
 
 @lru_cache(256)
 def as_flushed(table: Table) -> TableFacts:
-    """Return facts of a table, not read from the server, by which any change of plain columns may be sent by outboxq.
+    """Return facts of a table, not read from the server, that allow outboxq to send any change of plain columns itself.
 
-    They are for changes that are sent at once, as a flush would send them: triggers and constraints then have the same
-    effect.
+    Use these facts only for changes that are sent at once, as a flush would send them: triggers and constraints then
+    have the same effect.
     """
     return TableFacts(
         oid=id(table),
@@ -327,6 +334,8 @@ def as_flushed(table: Table) -> TableFacts:
 
 def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
     """Return the rows that a statement is about to write: an empty tuple if it only reads, None if they are not known.
+
+    By these rows a shared batch decides if deferred constraints must be checked.
 
     Args:
         verb: The first word of the statement.

@@ -25,6 +25,7 @@ class Around:
     Attributes:
         make: Called with the handler's context before each call; returns a context manager to wrap around the call, an
             outcome to use in place of the call, or None to wrap nothing.
+        name: The module and name of the function, for error messages.
         flavour: "sync" or "async": only handlers of this flavour are wrapped; None: handlers of both.
     """
 
@@ -67,8 +68,8 @@ class Arounds:
     """The arounds of one handler, the outermost first.
 
     Attributes:
-        use_sessions: False at first: the rows of several jobs are then locked together, before their arounds are
-            entered. True once an around has used `ctx.session` before the handler's rows were loaded: it may decide
+        use_sessions: False at first: the relay locks the rows of several jobs together, before it enters their arounds.
+            True once an around has used `ctx.session` before the handler's rows were loaded. Such an around may decide
             which rows are visible, so from then on each job's rows are locked inside its arounds.
     """
 

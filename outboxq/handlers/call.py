@@ -31,7 +31,7 @@ class HandlerCall:
     is_over: bool = False
 
     def note(self, job: Job, fraction: float, note: str) -> None:
-        """Pass the progress of one of the jobs on to be written, if progress is recorded. Returns at once."""
+        """Pass the progress of one of the jobs to `notes`, to be written soon. Does nothing if `notes` is None."""
         if self.notes is None:
             return
         self.has_noted = True

@@ -47,7 +47,7 @@ class JobLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 class NoState:
-    """The `ctx.state` of an application without a lifespan: it is false, and reading an attribute raises an error."""
+    """The `ctx.state` of an application without a lifespan: it is falsy, and reading an attribute raises an error."""
 
     __slots__ = ()
 

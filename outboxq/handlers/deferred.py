@@ -125,13 +125,13 @@ def send_at_commit(sessions: Session | type[Session], before_commit: Callable[[A
 
 
 def may_all_wait(session: Session) -> bool:
-    """Return True if all deferred writes of the session may be sent later (`may_wait`), and none has failed."""
+    """Return True if all deferred writes of the session may be sent later (`may_wait`), and no sending has failed."""
     deferred: _Deferred | None = vars(session).get(DEFERRED)
     return deferred is None or (not deferred.has_failed and all(map(may_wait, deferred.writes)))
 
 
 def take_writes(session: Session) -> list[Write]:
-    """Return the deferred writes of the session, and remove them from it.
+    """Return the deferred writes of the session, and remove them from it; the caller then sends them.
 
     Raises:
         DeferError: some writes could not be sent at an earlier commit(), and the handler has swallowed that error.

@@ -53,7 +53,7 @@ PLAIN = Receives(Context, AsyncContext)
 
 
 def receives_batches(arguments: type[Any]) -> Receives:
-    """Return the parameters of a batch handler whose jobs have arguments of this class."""
+    """Return the parameters that a function needs to be a batch handler of jobs with arguments of this class."""
     return Receives(BatchContext, AsyncBatchContext, f"items: Sequence[BatchItem[{arguments.__name__}]]")
 
 
@@ -93,7 +93,7 @@ def check_context(function: Callable[..., Any], receives: Receives) -> None:
     Called after all imports, because the annotation may name what a later import defines.
 
     Raises:
-        RegistryError: it is not; the message shows the right first line.
+        RegistryError: the first parameter is not the context; the message shows the right `def` line.
     """
     first = next(iter(declared_signature(function).parameters.values()))
     _check_context(function, receives, first, resolve_head(function, first))
@@ -101,9 +101,9 @@ def check_context(function: Callable[..., Any], receives: Receives) -> None:
 
 @contextmanager
 def naming(function: Callable[..., Any], name: str | None = None) -> Iterator[None]:
-    """Add the handler's name, if given, and the file and line of its function to the errors of the block.
+    """Complete each `RegistryError` and `ArgumentError` of the block, so that users find the handler that it is about.
 
-    These are `RegistryError` and `ArgumentError`; others pass unchanged.
+    The message gets the handler's name, if given, and the file and line of its function. Other errors pass unchanged.
     """
     try:
         yield
@@ -212,7 +212,7 @@ def _a(kind: type[Any]) -> str:
 
 
 def _fits(annotation: object, wanted: type[Any]) -> bool:
-    """Return True if an annotation is a Protocol, or a base class or subclass of `wanted`: the context fits it."""
+    """Return True if a `wanted` context fits this annotation: a Protocol, or a base class or subclass of `wanted`."""
     if not isinstance(annotation, type) or annotation is object:
         return False
     return (
@@ -230,9 +230,9 @@ def _is_context(annotation: object) -> bool:
 
 
 def _alternatives(annotation: object) -> list[object]:
-    """Return the types that an annotation allows: the members of a union, without parameters and wrapping.
+    """Return the types that an annotation allows: the members of a union, without type parameters and `Annotated`.
 
-    A text or a ForwardRef is a name that cannot be found yet.
+    A str or a ForwardRef among them is a name that cannot be resolved yet.
     """
     if isinstance(annotation, NewType):
         return _alternatives(annotation.__supertype__)

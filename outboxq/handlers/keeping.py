@@ -9,7 +9,10 @@ from outboxq.outcomes import MAX_DELAY
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """The time for which a row of each finished job of a kind is kept, and the columns of that row."""
+    """The options of a kind whose finished jobs leave a row: the row is kept for `seconds`.
+
+    `args` and `result`: True if the row also keeps the job's arguments, and the handler's result.
+    """
 
     seconds: float
     args: bool = False

@@ -82,7 +82,7 @@ def _failed(name: str, error: BaseException) -> ConfigError:
 
 
 def _at(error: BaseException) -> str:
-    """Return the innermost file and line of the error's traceback outside outboxq and the standard library."""
+    """Return, for an error message, the innermost file and line of a traceback outside outboxq and Python's library."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     found = traceback.extract_tb(error.__traceback__)

@@ -34,7 +34,7 @@ class CommonOptions(FlowOptions, total=False):
     """In "transaction" mode, the default, the handler runs in the transaction that removed the job. In "lease" mode,
     for handlers that are long or reach outside the database, the claim is committed first. The handler then runs in
     another transaction, which also removes the job, and whose COMMIT is refused if the job's lease was lost before. A
-    batch handler supports "transaction" only.
+    batch handler in "lease" mode has no session: it runs outside any transaction.
     """
     timeout_seconds: float | None
     """The deadline of one attempt, by default 300 seconds. After it the handler's statement, then the handler itself,
@@ -110,10 +110,10 @@ class HandlerOptions:
 
 
 def check_choice(name: str, given: str, choices: object) -> None:
-    """Refuse a value that is not among the choices.
+    """Refuse an option's value that is not one of the `choices`, a `Literal`.
 
     Raises:
-        RegistryError: it is not; `name` begins the message.
+        RegistryError: the value is another one; the message begins with `name`.
     """
     if given not in get_args(choices):
         raise RegistryError(f"{name} takes {' or '.join(map(repr, get_args(choices)))}, got {given!r}")

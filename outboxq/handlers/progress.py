@@ -12,7 +12,7 @@ MAX_NOTE_CHARACTERS = 200
 
 
 class ProgressNotes(Protocol):
-    """Receives progress notes: both calls return at once, and raise no errors."""
+    """The part of a relay that writes handlers' progress notes; both methods return at once, and raise no errors."""
 
     def note(self, job: Job, fraction: float, note: str) -> None:
         """Write this note of a job soon, unless a newer one of the same job arrives first."""

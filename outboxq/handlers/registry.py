@@ -167,7 +167,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         return BatchHandlerDecorator(self.add, options.get("kind"), self._options(options, max_size=max_size), declared)
 
     def _options(self, given: CommonOptions, **others: Any) -> Callable[[], HandlerOptions]:
-        """Return a function that makes a handler's options from these and the registry's defaults, and checks them."""
+        """Return a function that makes and checks a handler's options: those given, and the registry's defaults."""
         flow = {name: value for name, value in given.items() if name in FlowOptions.__annotations__}
         others |= {name: value for name, value in given.items() if name not in flow and name != "kind"}
         messages, retry = given.get("messages"), given.get("retry")
@@ -226,14 +226,14 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     def around(self, function: Any = None, /, *, flavour: Flavour | None = None) -> Any:
         """Wrap a context manager around each call of this registry's handlers, and of those that it includes.
 
-        The function takes the call's context, before the handler's rows are loaded, and returns a context manager for
-        the loading and the call, sync, or async for async handlers; or an outcome, in place of the call; or None, to
-        wrap nothing. A generator function that yields once becomes a context manager. For async handlers the function
-        may itself be async.
+        The function receives the call's context before the handler's rows are loaded. It returns a context manager,
+        which is entered for the loading and the call; or an outcome, which replaces the call; or None, to wrap nothing.
+        The context manager may be async for async handlers. A generator function that yields once becomes a context
+        manager. For async handlers the function may itself be async.
 
-        The first around is the outermost; those of an including registry are outside those of the included one. An
-        around is part of the attempt: its rows are committed with the handler's, its error fails the attempt, and the
-        time-out covers it. An error that a context manager swallows still fails the attempt.
+        The first around is the outermost; the arounds of an including registry are outside those of the included one.
+        An around is part of the attempt: its rows are committed with the handler's, its error fails the attempt, and
+        the time-out covers it. An error that a context manager swallows still fails the attempt.
 
         Args:
             flavour: "sync" or "async": wrap only handlers of this flavour.
@@ -294,7 +294,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         self._included.append(other)
 
     def _with_included(self) -> list["Jobs"]:
-        """Return this registry and all that it includes, at any depth: each once, and before those that it includes."""
+        """Return this registry and all that it includes, at any depth: each once, before those that it includes."""
         found: dict[Jobs, None] = {}
         entered = set[Jobs]()
 
@@ -364,7 +364,7 @@ def _of_flavour(handlers: Mapping[str, AnyHandler], flavour: Flavour) -> Mapping
 
 
 def _check_same_queue(first: AnyHandler, other: AnyHandler) -> None:
-    """Refuse two handlers that cannot share a queue."""
+    """Refuse two handlers that cannot share a queue: a sync and an async one, or ones with different claim modes."""
     if first.flavour != other.flavour:
         raise RegistryError(
             f"queue {other.queue!r} has {first.flavour} handlers ({first.kind}) and {other.flavour} ones "
@@ -384,7 +384,7 @@ def _where(handler: AnyHandler) -> str:
 
 
 def _instead_of(other: object) -> str:
-    """Describe the value that was given instead of a registry, and name the registries of a module."""
+    """Describe, for an error, a value that was given in place of a registry; of a module, name its registries."""
     if not isinstance(other, ModuleType):
         return f"as `mail = Jobs()`, got {type(other).__name__}"
     named = sorted(name for name, value in vars(other).items() if isinstance(value, Jobs))

@@ -1,7 +1,7 @@
-"""Analysis of a statement: if it only writes rows of one table, so that it may be sent later or merged with others.
+"""Analysis of statements: one that only writes rows of one table may be sent later, or merged with others.
 
-Triggers and constraints of that table may have further effects. They are read from the catalogs when first needed, and
-cached for `FRESH_SECONDS`.
+Triggers and constraints of that table may have further effects. These facts are read from the catalogs when first
+needed, and cached for `FRESH_SECONDS`.
 """
 
 import time
@@ -61,7 +61,7 @@ FRESH_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RowWrite:
-    """The table whose rows a statement writes, and for an UPDATE the columns; effects of triggers are not included."""
+    """The rows that a statement writes: its table, its verb, and an UPDATE's columns; triggers are not considered."""
 
     table: Table
     verb: Literal["INSERT", "UPDATE", "DELETE"]
@@ -70,13 +70,13 @@ class RowWrite:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """Facts of a table that decide if changes of its rows may wait and be sent with others.
+    """Facts about a table, from the catalogs, that decide if changes of its rows may wait and be sent with others.
 
-    `oid`: the table itself, under any name. `is_plain`: an ordinary table, without row security and rules, and without
-    inheritance in either direction. `is_inert`: an UPDATE runs nothing else: no triggers, no users' functions in its
-    constraints, no generated columns. `bound_columns`: columns whose allowed values depend on other rows, of this table
-    or another: unique columns, for example. `contains_inserts`, `contains_deletes`: True if an INSERT, or a DELETE,
-    changes no other table, and no constraint waits for COMMIT to check it.
+    `oid`: identifies the table, which may have several names. `is_plain`: an ordinary table, without row security and
+    rules, and without inheritance in either direction. `is_inert`: an UPDATE runs nothing else: no triggers, no users'
+    functions in its constraints, no generated columns. `bound_columns`: columns whose allowed values depend on other
+    rows, of this table or another: unique columns, for example. `contains_inserts`, `contains_deletes`: True if an
+    INSERT, or a DELETE, changes no other table, and no constraint waits for COMMIT to check it.
     """
 
     oid: int
@@ -205,7 +205,7 @@ def _writes_or_computes(element: Any) -> bool:
 
 
 class Catalog:
-    """The facts of tables that one connection has read, kept for `FRESH_SECONDS`."""
+    """A cache of the facts about tables that were read on one connection; they are kept for `FRESH_SECONDS`."""
 
     def __init__(self) -> None:
         self._read_at = 0.0

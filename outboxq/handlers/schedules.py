@@ -63,7 +63,7 @@ class DeclaredSchedule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDecorator:
-    """The decorator that `jobs.schedule(...)` returns: it takes a handler, and returns it."""
+    """The decorator that `jobs.schedule(...)` returns: it declares a handler's schedule, and returns the handler."""
 
     add: Callable[[DeclaredSchedule], None]
     cron: Cron

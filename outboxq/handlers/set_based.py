@@ -84,6 +84,8 @@ def executions(
 ) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
     """Yield statements with their parameters, which together do the same as `statement` executed for each of `rows`.
 
+    An UPDATE becomes one statement over arrays if that has the same result; any other statement is yielded unchanged.
+
     Args:
         rows: The parameters of each execution, all with the same names.
         facts_of: Returns the facts of a table.
@@ -148,7 +150,8 @@ def _takes_lists(statement: Statement) -> bool:
 class _SetBased:
     """An UPDATE of one table, with the names of its parameters, that may become one statement over arrays.
 
-    An attribute may be read only if the entries of `_OBSTACLES` before the one that uses it do not apply.
+    `_OBSTACLES` are the reasons why it may not, in order. An attribute that one of them uses may be read only if the
+    earlier ones do not apply.
     """
 
     statement: Update
@@ -205,7 +208,7 @@ class _SetBased:
 
     @cached_property
     def arrays(self) -> dict[str, BindParameter[Any]]:
-        """The new parameter that takes an array in place of each parameter, by the old one's name."""
+        """The parameter of the new statement that takes an array, by the name of the parameter that it replaces."""
         return {name: bindparam(_array(name), type_=array_of(sql_type)) for name, sql_type in self.types.items()}
 
     @cached_property
@@ -289,7 +292,7 @@ def _only_computes(element: Any, table: Table) -> bool:
 
 
 def python_type(sql_type: TypeEngine[Any]) -> type[object] | None:
-    """Return the Python type of the values of a plain SQL type, which the driver receives unchanged; else None."""
+    """Return the Python type of the values of an SQL type, if the driver receives them unchanged; else None."""
     return _ELEMENTS[type(sql_type)][0] if _fits_an_array(sql_type) else None
 
 

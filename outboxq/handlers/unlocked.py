@@ -26,7 +26,7 @@ _READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class UnlockedChanges:
-    """Logs once that the handler of one kind changes rows without having locked them."""
+    """Logs a warning, once, that the handler of a kind changes rows that it has not locked."""
 
     def __init__(self, kind: str, function: Callable[..., object]) -> None:
         self._kind = kind
@@ -40,7 +40,7 @@ class UnlockedChanges:
         return self._said.locked()
 
     def look(self, entities: Iterable[object]) -> None:
-        """Look at entities before their flush; log a warning if a new value may derive from the one that was read."""
+        """Check entities before their flush; log a warning if a new value may be computed from the one read."""
         for entity in entities:
             state = instance_state(entity)
             if state.committed_state:

@@ -11,14 +11,14 @@ from outboxq.http.asgi import Receive, Scope, declared_bytes
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A body that was read to its end."""
+    """A request body that `read_body` has read to its end."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """A body that is longer than the limit, `max_bytes`.
+    """A request body that is longer than `max_bytes`, so that `read_body` did not read it to its end.
 
     Attributes:
         beginning: The bytes that were read of the body.

@@ -1,6 +1,6 @@
 """An endpoint's access to the idempotency of its request.
 
-It has the key, and a way to record the response in the endpoint's own transaction.
+The endpoint gets the key, and can record the response in its own transaction.
 """
 
 import logging
@@ -27,9 +27,11 @@ IN_SCOPE = "outboxq.idempotency"
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The claim of a guarded request: its row in table `effect`, and the way in which its response is stored.
+    """The middleware's claim on the key of a request, from which the endpoint's response can be stored.
 
     Attributes:
+        request: The request's row in table `effect`, and the lease on that row.
+        schema: The schema of that table.
         max_response_bytes: The longest body that is stored.
         in_transaction: True if the endpoint records its response in its own transaction.
     """
@@ -77,7 +79,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Idempotency:
-    """The idempotency of one request, as its endpoint uses it.
+    """The idempotency of one request, for its endpoint, which can record the response with its own rows.
 
     Its `key` is the key as the client sent it, or None if the request is not guarded; then `record` does nothing.
     """
@@ -151,7 +153,7 @@ def is_guarded(scope: Scope) -> bool:
 
 
 def idempotency_of(scope: Scope) -> Idempotency:
-    """The idempotency of the request with this ASGI scope.
+    """Return the idempotency of the request with this ASGI scope: its key, and a way to record its response.
 
     Raises:
         ConfigError: the request did not pass through IdempotencyMiddleware.

@@ -95,8 +95,8 @@ def by_authorization(scope: Scope | None = None, /, *, secret: str | bytes | Non
 
     If called with `secret` and no request, return a function that does this.
 
-    For credentials that stay the same between a request and its retry. The plain `by_authorization` stores their
-    SHA-256: right for API keys, which cannot be guessed. Passwords (Basic) can be guessed by comparing hashes:
+    Use this for credentials that stay the same between a request and its retry. The plain `by_authorization` stores
+    their SHA-256: right for API keys, which cannot be guessed. Passwords (Basic) can be guessed by comparing hashes:
     `by_authorization(secret=...)` stores an HMAC instead, which is useless without the secret.
 
     Args:
@@ -121,7 +121,7 @@ def _authorization_digest(scope: Scope, digest: Callable[[bytes], str]) -> str |
 def nobody(_scope: Scope) -> None:
     """Return None: keys have no owner, so each client that knows a key gets the answer stored for it.
 
-    For the argument `principal` of the middleware.
+    It can be passed as the argument `principal` of the middleware.
     """
 
 

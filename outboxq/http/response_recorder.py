@@ -47,7 +47,7 @@ class ResponseRecorder:
             await self._take_body(message)
 
     async def finish(self) -> None:
-        """Record the request's outcome once the application has returned, unless that was done at its last message."""
+        """Record the request's outcome once the application has returned, unless its last message led to that."""
         if self._is_settled:
             return
         if self._whole is not None:

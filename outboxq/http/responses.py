@@ -40,14 +40,14 @@ class ResponseLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole HTTP response."""
+    """A whole HTTP response, which can be stored as JSON text, and sent to a client."""
 
     status: int
     headers: Headers
     body: bytes
 
     def says_the_same(self, other: "Answer") -> bool:
-        """Return True if the other answer has the same status and body."""
+        """Return True if the other answer has the same status and body; other middleware may have added headers."""
         return (self.status, self.body) == (other.status, other.body)
 
     def marked(self, header: tuple[bytes, bytes]) -> "Answer":
@@ -71,7 +71,7 @@ _decoder = msgspec.json.Decoder(_Stored)
 
 
 def encode_answer(answer: Answer, max_bytes: int) -> tuple[str | None, str | None]:
-    """Return the answer as JSON text, and None; if it cannot be stored, return None, and the reason."""
+    """Return (JSON text, None) for an answer that can be stored; otherwise (None, the reason)."""
     if len(answer.body) > max_bytes:
         return None, f"its response takes {len(answer.body):,} bytes, over the cap of {max_bytes:,}"
     stored = _Stored(
@@ -105,7 +105,7 @@ def decode_answer(result: str) -> Answer | None:
 
 
 def _is_whole(answer: Answer) -> bool:
-    """Return True if the body has the length that the status and the Content-Length header state."""
+    """Return True if the body has the length that status and Content-Length state; no server would send another one."""
     declared = set(header_values(answer.headers, b"content-length"))
     return declared <= {str(len(answer.body)).encode()} and not (answer.body and answer.status in _NO_BODY)
 

@@ -46,7 +46,9 @@ def standing_answer(state: EffectState, answers: ProblemAnswers) -> Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettlement:
-    """Records the outcome of a request by its answer. Any answer counts, as it is not known what the application did.
+    """Records the outcome of a guarded request in table `effect`, by the answer to it.
+
+    Any answer counts as an outcome, as it is not known what the application did.
 
     Args:
         is_refused: Returns True if an answer of this status comes from the router, which found no endpoint.
@@ -61,9 +63,9 @@ class RequestSettlement:
     released: frozenset[int] = frozenset()
 
     async def refuse_takeover(self) -> Answer:
-        """Answer a request whose key an earlier request had claimed, whose server stopped before it had an outcome.
+        """Record that the outcome of an earlier request with this key is unknown: the server stopped during it.
 
-        Record that this outcome is unknown. Return the answer to the present request, which is not executed.
+        Return the answer to the present request, which is not executed.
         """
         reason = f"the server stopped while it answered {self.request.scope}: it is not known how far it came"
         written = await self._record("unknown", error=reason)
@@ -130,7 +132,7 @@ class RequestSettlement:
     async def _finds(self, statement: Executable) -> bool | None:
         """Execute a statement on the request's row, and try again for the length of a lease while the database is away.
 
-        Return True if it found the row, False if not, and None if the database could not be reached.
+        Return True if the statement found the row, False if not, and None if the database could not be reached.
         """
         lease_seconds = self.request.lease.total_seconds()
         try:
@@ -198,7 +200,7 @@ class TransactionSettlement(RequestSettlement):
     async def settle_stream(self, status: int, reason: str) -> None:
         """Record the outcome of a request whose answer is passed on without being stored.
 
-        Nothing is to be done if the endpoint's own record was committed.
+        Nothing is recorded if the endpoint's own record was committed.
         """
         if await self._stands():
             return
@@ -211,8 +213,8 @@ class TransactionSettlement(RequestSettlement):
     async def fail(self, error: BaseException | None) -> Answer | None:
         """Settle a request whose application raised an error or never answered.
 
-        If the endpoint's response was recorded and committed, return it. Otherwise allow a retry, and return None; or a
-        problem if another request has taken over the key.
+        If the endpoint's response was recorded and committed, return that response. Otherwise allow a retry, and return
+        None, or a problem if another request has taken over the key.
         """
         recorded = self.idempotency.recorded
         if recorded is not None and await self._stands():

@@ -1,4 +1,4 @@
-"""For Starlette and FastAPI: the request's idempotency, as a function call or a dependency."""
+"""The idempotency of a request for Starlette and FastAPI, as a function call or a dependency."""
 
 try:
     from starlette.requests import Request

@@ -242,7 +242,7 @@ END work;"""
 
 
 class SupportsExecute(Protocol):
-    """An object with the method `execute`, such as Alembic's `op`."""
+    """The object through which a migration sends its SQL, such as Alembic's `op`."""
 
     def execute(self, sqltext: TextClause, /) -> object: ...
 
@@ -274,9 +274,9 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
 
 
 def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq", discard: Collection[str] = ()) -> None:
-    """Go back to step `to` (0: nothing left).
+    """Take the tables back to step `to` (0: remove them all).
 
-    The database refuses it while it would lose rows that still count, and if a newer outboxq made the tables.
+    The database refuses a downgrade that would lose rows that still count, or of tables that a newer outboxq made.
 
     Args:
         discard: Names of data that may be lost, as a refusal gives them, such as "schedules". Jobs, dead letters, and
@@ -284,7 +284,7 @@ def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq", disc
 
     Raises:
         ConfigError: there is no such step or loss, or the name cannot be a schema.
-        MigrationRefused: it would drop rows that still count; nothing was changed. The message says what to do.
+        MigrationRefused: the database refused; nothing was changed. The message says what to do.
     """
     check_step(to, lowest=0)
     given = check_discard(discard)
@@ -349,7 +349,7 @@ def check_downgrade_sql(to: int, schema: str, discard: Collection[str] = ()) -> 
 
 
 def downgrade_sql(step: int, schema: str, discard: Collection[str] = ()) -> str:
-    """Return the `DO` block that undoes one step. It refuses this if rows that still count would be lost.
+    """Return the `DO` block that undoes one step, or refuses to if rows that still count would be lost.
 
     `discard`: names of data that may be lost.
     """
@@ -365,13 +365,13 @@ def _guard(step: int, discard: Collection[str]) -> str:
 
 
 def _read_committed(guarded: Iterable[int]) -> str:
-    """Return SQL that checks that the transaction is at READ COMMITTED; empty if there is no step in `guarded`."""
+    """Return SQL that requires READ COMMITTED if a step in `guarded` would be undone; empty if `guarded` is."""
     steps = ", ".join(map(str, guarded))
     return f"  IF newest >= ANY (ARRAY[{steps}]) THEN\n{_NEEDS_READ_COMMITTED}\n  END IF;" if steps else ""
 
 
 def check_step(to: int, *, lowest: int) -> int:
-    """Return `to` after a check that it is a number from `lowest` to `LATEST`: a migration step of this version.
+    """Return `to` after a check that it is a migration step of this version, from `lowest` to `LATEST`.
 
     Raises:
         ConfigError: not one of `lowest` to `LATEST`.

@@ -1,9 +1,9 @@
-"""The guard of a Citus coordinator: `DO` blocks that install its triggers after every upgrade, and remove them.
+"""The triggers that make a Citus coordinator commit in two phases: `DO` blocks that install them and remove them.
 
-The triggers make Citus commit in two phases, so that rows on a worker are not committed without outboxq's. Without
-Citus the blocks do nothing. The guard is no numbered step, because Citus may be installed after the latest one: each
-upgrade adds the missing parts. A downgrade removes it from the tables that it drops, and a downgrade to step 0 removes
-all of it; remaining tables still need it.
+Otherwise rows on a worker could be committed without outboxq's. Without Citus the blocks do nothing. The triggers are
+no numbered step, because Citus may be installed after the latest step: each upgrade adds the missing triggers. A
+downgrade removes them with the tables that it drops, and a downgrade to step 0 removes all of them; remaining tables
+still need theirs.
 """
 
 from outboxq.migrations.losses import LOCK_ALL

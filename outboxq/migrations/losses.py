@@ -1,7 +1,8 @@
-"""Losses of a downgrade: the tables and columns of each step, and the condition for rows that must not be lost.
+"""Losses of a downgrade: the tables and columns that it drops, and the conditions for rows that must not be lost.
 
-The SQL made here (a "guard") refuses a downgrade while such rows exist. Each table and column that a step adds is in
-`LOSSES` or in `HARMLESS`, or in the guards of steps 1 and 4. A loss has a name, by which a user may accept it.
+The SQL made here refuses a downgrade while such rows exist. Each table and column that a step adds is in `LOSSES` or in
+`HARMLESS`, or is checked by `outboxq.migrations.GUARDS` for steps 1 and 4. A loss has a name, by which a user may
+accept it.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,12 +17,12 @@ _MOST = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A table or columns that a downgrade drops, with the rows that make it refuse.
+    """A table or columns that a downgrade drops, and the condition for the rows because of which it is refused.
 
     Args:
         name: The name by which a user accepts the loss, in `discard`.
         what: A word for the rows, in the plural.
-        parts: Tables, and columns such as `job.expires_at`; rows of the first one's table are counted.
+        parts: Tables, and columns such as `job.expires_at`; the rows of the first part's table are counted.
         counts: The SQL condition for rows that must not be lost.
     """
 
@@ -157,7 +158,7 @@ _GUARD = """\
 
 
 def check_discard(discard: Collection[str]) -> frozenset[str]:
-    """Return these names of data that may be lost as a set, after a check that there is such data.
+    """Return `discard`, names of data that a downgrade may lose, as a set, after a check that each name is known.
 
     Raises:
         ConfigError: there is no such loss, or a single text was given instead of a collection.
@@ -171,8 +172,8 @@ def check_discard(discard: Collection[str]) -> frozenset[str]:
 def guard_of(step: int, discard: Collection[str] = ()) -> str:
     """Return SQL that refuses to undo one step while its tables have rows that must not be lost.
 
-    Rows of the data named in `discard` may be lost. Empty if nothing is left to count. Earlier SQL has locked the
-    tables.
+    Rows of the data named in `discard` may be lost. If no data remains to be checked, the text is empty. Earlier SQL
+    has locked the tables.
     """
     counts = _counts_of(step, discard)
     return _GUARD.format(counts=counts) if counts else ""
@@ -181,8 +182,8 @@ def guard_of(step: int, discard: Collection[str] = ()) -> str:
 def guard_of_all(discard: Collection[str] = ()) -> str:
     """Return SQL that refuses to undo all steps above `@target@` while their tables have rows that must not be lost.
 
-    Rows of the data named in `discard` may be lost. It checks only the steps up to `newest` that the tables have; the
-    `DO` block around it defines both names.
+    Rows of the data named in `discard` may be lost. Steps above `newest`, the tables' present step, are not checked.
+    The SQL is part of a `DO` block that declares `newest`, and in which `@target@` is replaced.
     """
     counts = {step: _counts_of(step, discard) for step in LOSSES}
     parts = [_OF_STEP.format(step=step, counts=of_step) for step, of_step in counts.items() if of_step]

@@ -13,7 +13,7 @@ _OURS = "outboxq"
 
 @contextmanager
 def refusals_in_short() -> Iterator[None]:
-    """Raise a one-line error if a migration step in the block refuses; SQLAlchemy's contains the whole `DO` block.
+    """Raise a one-line error if a migration step in this block refuses; SQLAlchemy's error has the whole `DO` block.
 
     Raises:
         MigrationRefused: a step refused; the message contains the database's reason and hint.

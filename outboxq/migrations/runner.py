@@ -1,4 +1,4 @@
-"""Migrating without Alembic revisions of a project's own, for the command `outboxq migrate`."""
+"""Migrates the tables for the command `outboxq migrate`, without Alembic revisions in the user's project."""
 
 import io
 from collections.abc import Callable, Collection
@@ -68,7 +68,7 @@ def migrate_committing(
 ) -> tuple[int, int]:
     """Bring the tables to step `to` like `migrate`, but in several transactions, so that locks are held only briefly.
 
-    If the process ends between two of them, the next call goes on.
+    If the process ends between two transactions, the next call continues with the remaining steps.
 
     Args:
         connection: A connection outside a transaction.
@@ -103,7 +103,7 @@ def _locked_version(connection: Connection, schema: str, waits: Callable[[list[s
 
 
 def migration_sql(*, to: int | None = None, schema: str = "outboxq") -> str:
-    """Return the SQL with which `migrate` goes up from nothing to step `to`, for `psql` or for review.
+    """Return the SQL by which `migrate` makes the tables of step `to` where none exist, for `psql` or for review.
 
     Raises:
         ConfigError: there is no such step, or the name cannot be a schema.

@@ -1,4 +1,4 @@
-"""Checks of server and database before a migration or a start, which refuse those that outboxq does not support."""
+"""Checks of the server and the database before a migration or a relay's start: unsupported ones are refused."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,9 +35,10 @@ def unsupported(facts: ServerFacts) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def refusing_bytes(engine: Engine) -> Iterator[None]:
-    """Raise a clear error in this block if the database, at an engine's first connect, sends texts as bytes.
+    """Raise a clear error in this block if the engine connects to a database whose encoding is SQL_ASCII.
 
-    psycopg cannot decode SQL_ASCII, so SQLAlchemy's own first query fails with a TypeError, before outboxq's check.
+    psycopg returns the texts of such a database as bytes, so SQLAlchemy's own first query would fail with a TypeError,
+    before outboxq's check.
 
     Raises:
         ConfigError: the database's encoding is SQL_ASCII; the message says what to do.

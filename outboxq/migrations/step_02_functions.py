@@ -1,9 +1,9 @@
 """Step 2: `add_job` for SQL producers, and the trigger that wakes sleeping relays. Frozen.
 
-The trigger's side of the sleep flag: a relay that sleeps on a queue holds an exclusive advisory lock on it. The insert
-tries the same lock in shared mode, for its transaction. *False* means that a relay sleeps, so the trigger notifies.
-*True* keeps relays from falling asleep until this transaction has ended, so that no wake-up is missed; nothing is
-written either way.
+The trigger reads the sleep flag: a relay that sleeps on a queue holds an exclusive advisory lock on the queue. After an
+insert the trigger tries to take the same lock in shared mode, until the end of its transaction. If the lock is refused,
+a relay sleeps, so the trigger notifies. If the lock is granted, it keeps relays from falling asleep until this
+transaction has ended, so that no wake-up is missed. Nothing is written either way.
 """
 
 ADD_JOB = """\

@@ -1,7 +1,7 @@
 """Step 4: the inbox of accepted messages, and the effects that are called once. Frozen.
 
-Only rows with an `expires_at` are ever pruned, and the check on `effect` says which may have one: neither a call that
-may be in progress nor one whose outcome is unknown.
+Only rows with an `expires_at` are ever pruned. A check on `effect` refuses an `expires_at` for a call that may be in
+progress, and for one whose outcome is unknown.
 """
 
 UP = """\

@@ -5,8 +5,8 @@ A setting is made only if it is not set yet, so that an operator's values stay; 
 vacuum_index_cleanup: by default, vacuum skips the indexes while less than a fiftieth of the table's pages have dead
 rows. After one large backlog that is nearly always so, and each claim walks over the dead entries. vacuum_truncate:
 returning the end of the file takes an ACCESS EXCLUSIVE lock, for which claims and producers wait, and frees pages that
-the next burst needs again. By default, of millions of messages a fifth would be dead before vacuum runs, and each batch
-of the pruner would walk over them.
+the next burst needs again. The autovacuum settings of `inbox` and `effect`: by default, a fifth of their rows would be
+dead before vacuum runs, and each batch of deletions of expired rows would walk over the dead ones.
 """
 
 _SETTINGS = """\

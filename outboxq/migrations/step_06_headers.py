@@ -1,4 +1,4 @@
-"""Step 6: `add_job` for SQL producers bounds headers as Python's does. Frozen.
+"""Step 6: `add_job` for SQL producers limits the size of headers, as Python's `add_job` does. Frozen.
 
 Every claim reads the headers of its jobs: a gigabyte of them would exhaust the relay's memory.
 """

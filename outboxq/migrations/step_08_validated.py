@@ -1,6 +1,6 @@
-"""Step 8: the checks of step 7 hold for every row. Frozen.
+"""Step 8: repairs the rows that break the checks of step 7, and validates the checks for all rows. Frozen.
 
-Reads the table once, while jobs run: neither claims nor producers wait, if step 7 was committed before.
+It reads the table once, while jobs run: neither claims nor producers wait, if step 7 was committed before.
 """
 
 from outboxq.migrations.repair import REPAIR_ALL

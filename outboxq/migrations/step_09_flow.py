@@ -1,7 +1,8 @@
-"""Step 9: schedules, groups, unique jobs, limits, batches, cancellations and expiry. Frozen.
+"""Step 9: schedules, groups, unique jobs, limits, batches, cancellations and expiry: their tables and columns. Frozen.
 
-Jobs of a group have states of their own: relays of older versions, which do not know groups, neither claim them nor
-take them back. The checks apply to rows written from now on; step 10, a separate transaction, reads the whole table.
+Jobs of a group have states of their own: relays of older versions, which do not know groups, neither claim such jobs
+nor take them back. The checks apply to rows written from now on; step 10, a separate transaction, reads the whole
+table.
 
 The indexes are partial, without entries for jobs that use none of these features. Building each of them reads the table
 once while producers and relays wait: about a tenth of a second for a million waiting jobs.

@@ -1,6 +1,6 @@
-"""Step 10: the checks of step 9 hold for every row. Frozen.
+"""Step 10: validates the checks of step 9 for all rows. Frozen.
 
-Reads the table once, while jobs run: neither claims nor producers wait, if step 9 was committed before.
+It reads the table once, while jobs run: neither claims nor producers wait, if step 9 was committed before.
 """
 
 from outboxq.migrations.step_07_checks import LOCK

@@ -1,4 +1,4 @@
-"""Step 11: history of relays and queues by minutes; finished jobs; progress; operators' actions. Frozen.
+"""Step 11: tables for the history of relays and queues, finished jobs, progress, and operators' actions. Frozen.
 
 Relays of the previous version go on, write no rows into these tables, and delete no dead letters. Every claim reads
 `queue`: its new column is added under a lock that never waits long for a claim.

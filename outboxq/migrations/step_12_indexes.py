@@ -1,7 +1,6 @@
 """Step 12: indexes on calls that are not settled, and on dead letters by time of death. Frozen.
 
-While the indexes are built, calls are not recorded and dead letters are not written: about a second for a million rows
-of each.
+While the indexes are built, writes to `effect` and `dead_job` wait: about a second for a million rows of each.
 """
 
 from outboxq.migrations.step_07_checks import LOCK

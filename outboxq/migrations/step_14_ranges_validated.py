@@ -1,8 +1,8 @@
-"""Step 14: the checks of step 13 hold for every row; earlier rows are repaired. Frozen.
+"""Step 14: repairs the rows that break the checks of step 13, and validates the checks for all rows. Frozen.
 
 Times and numbers are set to the nearest valid ones; a callback that cannot become a job becomes a dead letter, which
 can be shown and discarded; history with impossible times is deleted, and so are relays' rows with arrays of two
-dimensions. Reads each table once, while jobs run: no other work waits, if step 13 was committed before.
+dimensions. The step reads each table once, while jobs run: no other work waits, if step 13 was committed before.
 """
 
 from outboxq.migrations.step_13_ranges import ADD, CALLBACK, CHECKS, DROP, FIRST, LAST, LOCK_ALL, MOST, TIMES

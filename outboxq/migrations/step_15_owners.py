@@ -1,10 +1,10 @@
-"""Step 15: the owner whose code declares a schedule, and the time since when it no longer does. Frozen.
+"""Step 15: columns for the owner whose code declares a schedule, and for the time since when it no longer does. Frozen.
 
 Relays of the previous version read and write schedules as before; a disabled schedule is also paused, which they
 respect. Heartbeats read the table: it is changed under a lock that does not delay them.
 
 Roles that may look up a job's id, such as producers of unique jobs, may now also see if the job has expired and if it
-runs: the code of this step reads that. A downgrade leaves them these harmless rights.
+runs: the code of this step reads both. A downgrade leaves these harmless rights in place.
 """
 
 from outboxq.migrations.step_07_checks import LOCK

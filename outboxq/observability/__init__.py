@@ -1,1 +1,1 @@
-"""Events as logs, metrics and traces; and the history of relays."""
+"""Events of relays as logs, metrics and traces; and the history, the counts of jobs that relays store."""

@@ -1,7 +1,6 @@
 """The aggregate: outcomes of a relay's jobs, counted per queue and kind in memory until they are added to the tables.
 
-A slot, which runs one batch of jobs at a time, adds the outcomes of a whole batch under one lock, which is never held
-during I/O. `take` returns each count only once.
+Its lock is never held during I/O. `take` returns each count only once.
 """
 
 import threading
@@ -55,7 +54,8 @@ NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "d
 class KindCounts:
     """The numbers of one kind in one queue: counts of outcomes, and the times that its jobs waited and ran.
 
-    `wait` and `run` count the jobs by these times, in the buckets of `BOUNDS`.
+    `wait_seconds` and `run_seconds` are sums of these times. `wait` and `run` count the jobs by these times, in the
+    buckets of `BOUNDS`.
     """
 
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
@@ -76,7 +76,10 @@ class KindCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """The counts of all queues together, since the relay began. Additions hold the aggregate's lock, reads do not."""
+    """The counts of jobs of all queues together, since the relay began.
+
+    `Aggregate` adds to the counts under its lock; others read them without it.
+    """
 
     claimed: int = 0
     done: int = 0
@@ -104,7 +107,7 @@ Counts: TypeAlias = dict[tuple[str, str], KindCounts]
 
 
 class Aggregate:
-    """Counts the outcomes of a relay's jobs: since the last `take`, and since the relay began."""
+    """Counts the outcomes of a relay's jobs: since the relay began, and since `take` last returned counts."""
 
     def __init__(self) -> None:
         self.counters = Counters()
@@ -114,7 +117,7 @@ class Aggregate:
         self._taken: Counts = {}
 
     def add(self, events: Sequence[Event], claimed: int = 0) -> None:
-        """Count the events of committed jobs, and the number of jobs that were claimed with them."""
+        """Count the events of committed jobs, and add `claimed`, a number of jobs that were claimed."""
         with self._lock:
             self.counters.claimed += claimed
             if not events:
@@ -147,14 +150,14 @@ class Aggregate:
         return not self._counts
 
     def take(self) -> Counts:
-        """Return the counts since the last call, and reset them."""
+        """Return the counts since the last call, to add them to the tables, and begin with new ones."""
         with self._lock:
             taken, self._counts = self._counts, {}
             _add_all(self._taken, taken)
         return taken
 
     def totals(self) -> Counts:
-        """Return the counts since the relay began, taken or not, so that each number only grows."""
+        """Return the counts since the relay began. Calls of `take` do not reset them."""
         found: Counts = {}
         with self._lock:
             _add_all(found, self._taken)
@@ -192,7 +195,7 @@ def _counts_of(counts: Counts, queue: str, kind: str) -> KindCounts:
 
 
 def _waited_seconds(claimed_at: datetime | None, events: Sequence[Ended]) -> list[float]:
-    """Return for each job of one claim the seconds from the time at which it was due to the claim."""
+    """Return, for each job of one claim, the seconds that the job waited between its due time and the claim."""
     if claimed_at is None:
         return [0.0] * len(events)
     waited = [(claimed_at - run_at).total_seconds() for run_at in map(_RUN_AT, events)]

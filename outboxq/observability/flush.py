@@ -1,10 +1,9 @@
 """The flush: a relay's counts are added to the tables, each of them at most once.
 
-A flush has a number. One statement writes it into the relay's own row, if it is higher than the stored one, and only
-then adds the counts of jobs. So a flush whose answer was lost is sent again unchanged, and has no effect if it had been
-committed. While the database is unavailable the counts wait in memory, one entry for each kind.
-
-Counts that a killed process had not flushed are lost, and so are the last moments before a crash of the server.
+Each flush has a number, and adds the counts only if the number is higher than the one in the relay's own row, which it
+then replaces. So a flush whose answer was lost can be sent again unchanged: if it was committed, it has no further
+effect. While the database is unavailable, the counts wait in memory. Counts that a killed process had not flushed are
+lost.
 """
 
 import time
@@ -29,7 +28,10 @@ _LAST_FLUSHES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayIdentity:
-    """Facts about a relay that do not change. `limits`: the limits of queues that its application declares, as JSON."""
+    """Facts about a relay that do not change while it runs; `Flusher` stores them in the relay's row.
+
+    `limits`: the limits of queues that its application declares, as JSON.
+    """
 
     id: UUID
     host: str
@@ -44,9 +46,10 @@ class RelayIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RelayActivity:
-    """The activity of a relay: its state, how many of its slots work, and as JSON its long-running jobs.
+    """The activity of a relay at one moment; `Flusher` stores it in the relay's row.
 
-    `free`: the queues that at least one free slot serves.
+    `busy`: how many of its slots work. `free`: the queues that at least one free slot serves. `running`: the jobs that
+    have run for long, as JSON.
     """
 
     state: str
@@ -56,7 +59,7 @@ class RelayActivity:
 
 
 class Flusher:
-    """Adds the numbers of an aggregate to the tables, together with a sign of the relay's life.
+    """Adds the counts of an aggregate to the tables, and updates the relay's row, which shows that the relay lives.
 
     Args:
         activity: Returns the relay's activity; called at each flush.
@@ -86,7 +89,8 @@ class Flusher:
     def has_something_to_say(self, *, counts: bool) -> bool:
         """Return True if a flush is useful.
 
-        It is if there are counts to add, and `counts` is True, or if the relay may have a row that shows that it lives.
+        A flush is useful if the relay may have a row, which has to show that the relay lives. It is useful also if
+        there are counts to add, and `counts` is True.
         """
         has_counts = counts and not self._aggregate.is_empty
         return self._is_registered or self._in_doubt_since is not None or has_counts
@@ -94,8 +98,8 @@ class Flusher:
     def flush(self, transact: Transact, *, counts: bool = True) -> bool:
         """Report that the relay lives, and add the counts since the last flush.
 
-        Counts that a lost connection left in doubt are sent again by the next flush. Returns True if the gauges of the
-        present minute were written already, by any relay.
+        Counts that a lost connection left in doubt are sent again by the next flush. Returns True if some relay has
+        already written the gauges (jobs by state) of the present minute.
 
         Args:
             counts: False leaves the counts to a later flush.
@@ -140,7 +144,7 @@ class Flusher:
         self._is_registered = False
 
     def _forget(self) -> None:
-        """Drop the pending counts: they were added, or it is too late to determine that."""
+        """Drop the pending counts, because they were added, or because it is too late to find out if they were."""
         self._pending = self._in_doubt_since = None
 
     def _script(self, counts: Counts) -> str:

@@ -1,4 +1,4 @@
-"""Gauges: the state of the queues, once a minute, written by one of the relays."""
+"""Gauges: the number of jobs of each queue by state, which one of the relays stores once a minute."""
 
 from sqlalchemy import Connection
 

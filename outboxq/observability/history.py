@@ -1,4 +1,7 @@
-"""The upkeep of the history: rows of single minutes are merged into rows of hours, and old rows are removed."""
+"""The upkeep of the history, the tables of what relays did: how many jobs ended, when, how, and after what time.
+
+Rows of single minutes are merged into rows of hours, and old rows are removed.
+"""
 
 from sqlalchemy import Connection
 
@@ -10,9 +13,9 @@ _ROWS = 10_000
 
 
 def roll_up_one_hour(connection: Connection, schema: str) -> bool:
-    """Merge the minutes of one hour, the oldest hour older than two days, into rows of that hour.
+    """Merge the rows of minutes of the oldest hour into rows of that hour, if it is older than two days.
 
-    Returns False if there are none, or if another session is merging at this moment.
+    Returns False if there is no such hour, or if another session is merging at this moment.
     """
     ((is_due,),) = run_script(connection, statements.SETTINGS + statements.is_roll_up_due(schema))
     oldest = run_script(connection, statements.oldest_minute(schema, KEPT_MINUTES)) if is_due else ()

@@ -1,6 +1,7 @@
-"""The default logging of events: a constant message each, fields in `extra` and after the message, no payload.
+"""The default logging of events: constant messages, with fields in `extra` and in the text, without jobs' arguments.
 
-Two formatters print it, and the application's own records: `LineFormatter` for people, `JsonFormatter` for programs.
+Two formatters print the records, and those of the application: `LineFormatter` for people, `JsonFormatter` for
+programs.
 """
 
 import logging
@@ -95,12 +96,15 @@ class EventLog:
         log_event(event, tracebacks=self._tracebacks)
 
     def use_of(self, kind: type[Event]) -> Callable[[], bool]:
-        """Return a function that tells if the logger's current level lets a record of such an event through."""
+        """Return a function; it returns True if the logger's current level lets a record of this kind of event through.
+
+        While it returns False, the relay need not make such events.
+        """
         return partial(logger.isEnabledFor, _MESSAGES[kind][0])
 
 
 def log_event(event: Event, *, tracebacks: bool = True) -> None:
-    """Write a log record of an event to the logger `outboxq.relay`: a function that is itself a hook.
+    """Write a log record of an event to the logger `outboxq.relay`. The function can itself be used as a hook.
 
     Args:
         tracebacks: True if the record of a failed attempt has its traceback, redacted as in the database.
@@ -140,8 +144,8 @@ def _in_utc(record: logging.LogRecord) -> str:
 def keep_loggers_enabled() -> None:
     """Keep outboxq's existing loggers from being disabled from now on; the first attempt to do so is logged.
 
-    For a process whose log is outboxq's own: `logging.config.fileConfig`, as Alembic's env.py calls it, disables all
-    loggers that it does not name, wherever the application calls it.
+    This is for `outboxq relay`, whose log is outboxq's own: `logging.config.fileConfig`, which Alembic's env.py calls,
+    disables all loggers that it does not name.
     """
     for name in _NAMES:
         logging.getLogger(name)
@@ -252,7 +256,7 @@ def _message_of(record: logging.LogRecord) -> str:
 
 
 def _as_json(value: object) -> msgspec.Raw:
-    """JSON of a value, or of its text if JSON cannot hold it."""
+    """Return the JSON of a value, or of `str(value)` if JSON cannot represent the value."""
     try:
         return msgspec.Raw(msgspec.json.encode(value, enc_hook=_text_of))
     except Exception:  # noqa: BLE001  # lone surrogates, keys and depths that JSON does not know, users' objects
@@ -282,7 +286,10 @@ def event_fields(event: Event) -> dict[str, object]:
 
 
 def _shown(values: dict[str, object]) -> str:
-    """Write the values in one line, as `name=value`. Quoted, so that none can imitate another or act on a terminal."""
+    """Write the values in one line, as `name=value`.
+
+    A value is quoted if it could be taken for another one, or could act on a terminal.
+    """
     shown: list[str] = []
     for name, value in values.items():
         texts: list[str] = []

@@ -1,7 +1,7 @@
 """Metrics for programs that embed a relay, or only add jobs: a hook over objects of prometheus_client.
 
-These metrics are in the application's own registry, with its own metrics, and also work in prometheus_client's
-multiprocess mode. `outboxq relay --metrics` does not need this module, and costs less time per job.
+These metrics are in the application's own registry, and also work in prometheus_client's multiprocess mode. `outboxq
+relay --metrics` does not need this module, and costs less time per job.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +41,8 @@ _ALL_COUNTED = {**COUNTED, **_BESIDES}
 class MetricsHook:
     """A hook that counts events in a registry of prometheus_client, under the names of `outboxq relay --metrics`.
 
-    For `Relay(hooks=[...])`, and as an engine's option `outboxq_hooks` in processes that produce. Thread-safe.
+    It is for `Relay(hooks=[...])`, and for the engine's option `outboxq_hooks` in processes that only add jobs. It is
+    thread-safe.
 
     Args:
         registry: The application's registry; each registry takes one such hook.
@@ -108,7 +109,7 @@ class MetricsHook:
 
 
 def _outcomes(event: Event) -> _Counts:
-    """Yield the counts of jobs' outcomes that an event adds, as the aggregate of the history counts it."""
+    """Yield the counts of jobs' outcomes that an event adds, the same as in the history that relays store."""
     found: Any = event
     outcome = RAN.get(type(event)) or NOT_RUN.get(type(event))
     if outcome is not None:

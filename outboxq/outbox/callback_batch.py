@@ -83,11 +83,11 @@ class JobBatch:
         return new.in_batch(self._hex)
 
     def _check(self) -> None:
-        """Refuse members if the batch may have ended when they are written; this class refuses none, subclasses may."""
+        """Refuse a new member if the batch may end before it is written; this class refuses none, subclasses may."""
 
 
 class OpeningBatch(JobBatch, AbstractContextManager["JobBatch"]):
-    """A new batch, in the transaction that adds it: it takes members only inside its `with` block."""
+    """A batch that `jobs.batch` has opened in the session's transaction; it takes members only in its `with` block."""
 
     def __init__(self, session: Session, on_done: NewJob) -> None:
         keys = on_done.keys

@@ -24,9 +24,10 @@ Cancellation: TypeAlias = Literal["cancelled", "requested", "not_found"]
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The result of cancelling several jobs: the ids of those that are cancelled, requested and not found.
+    """The result of cancelling several jobs: their ids, by what has become of them.
 
-    `requested`: a relay runs these jobs, and a request to cancel them is stored for it.
+    `cancelled`: these jobs waited, and are deleted. `requested`: a relay runs these jobs, and a request to cancel them
+    is stored for it. `not_found`: no such job waits or runs.
     """
 
     cancelled: tuple[UUID, ...]
@@ -134,8 +135,8 @@ def end_waiting(
 
 
 def _may_notify(connection: Connection) -> bool:
-    """Return True if NOTIFY is allowed: in two-phase commit, PREPARE TRANSACTION refuses a transaction that notified.
+    """Return True if this transaction may send NOTIFY; a two-phase one may not, as PREPARE TRANSACTION would fail.
 
-    If it is not allowed, relays, and code that waits for results, find the change by polling.
+    Without a notification, relays, and code that waits for results, find the change when they poll.
     """
     return not isinstance(connection.get_transaction(), TwoPhaseTransaction)

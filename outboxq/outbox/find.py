@@ -54,8 +54,8 @@ def find_job(
     """Find a job, in a transaction that began after the one that added it; await the result on an async session.
 
     A job that is found was committed. None means that the job was never committed, or that it has finished and its kind
-    keeps no finished jobs: rows written in the same transaction show which is true, because the job existed if and only
-    if they do.
+    keeps no finished jobs: rows that the same transaction wrote show which is true, because the job existed if and only
+    if those rows do.
 
     Needs SELECT on the tables `job` and `dead_job`; on `done_job` too, or finished jobs are not found; and for the
     progress of jobs that run, on `progress`.

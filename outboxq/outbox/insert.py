@@ -26,7 +26,7 @@ Wakes: TypeAlias = Literal["by queue", "all", "none"]
 
 
 def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wakes) -> None:
-    """Insert jobs by their ids in the given order, those with unique keys last.
+    """Insert jobs, given by their ids, in the given order; those with unique keys come last.
 
     Args:
         wakes: "by queue" wakes the sleeping relays of the jobs' queues; "all" wakes every relay, and takes no locks;
@@ -53,9 +53,10 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
 
 
 def _without_callbacks(connection: Connection, jobs: Mapping[str, NewJob]) -> Mapping[str, NewJob]:
-    """Insert the batches whose callbacks are among these jobs, and return the other jobs.
+    """Insert a batch for each of these jobs that is the callback of a new batch, and return the other jobs.
 
-    If further jobs are to follow one of these (a chain), they are returned within its headers.
+    The row of the batch stores the callback, which is added when the batch has ended. A returned job stores the jobs
+    that follow it (its chain) in one of its headers.
     """
     others: dict[str, NewJob] = {}
     for job_id, new in jobs.items():

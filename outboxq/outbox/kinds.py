@@ -32,7 +32,7 @@ _SURELY_SMALL = MAX_ARGS_BYTES // 4
 
 
 class JobKind(Generic[P]):
-    """A kind of job and its queue; `P` are the arguments of its handler after the context."""
+    """A kind of job and its queue, to be passed to `add_job`; `P` are its handler's arguments after the context."""
 
     # True if results of the kind are kept; None if its handler lives in another service.
     keeps_result: bool | None = None

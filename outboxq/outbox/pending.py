@@ -50,9 +50,10 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Added:
-    """The batches (each the jobs of one flush) that were added in a transaction or savepoint, and their queues.
+    """The jobs that were added in one transaction or savepoint of a session.
 
-    `queues` are those of the jobs that were inserted already.
+    `batches`: an object with the jobs of each flush, to refuse a COMMIT that would lose one. `queues`: the queues of
+    the jobs that were inserted already; if there are too many, one notification wakes all relays.
     """
 
     batches: list[JobRow] = field(default_factory=list)
@@ -97,7 +98,7 @@ def add_pending(session: Session, batch: JobRow | None, named: Mapping[str, NewJ
 
 
 def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJob]:
-    """Leave the jobs whose entities have no primary key yet to the flush that assigns it; return the other jobs."""
+    """Set the jobs aside whose entities have no primary key yet, until a flush assigns it; return the other jobs."""
     # First, because complete() may raise an error: then no job is added.
     ready = {
         job_id: new.complete() if new.was_pending() else new
@@ -141,7 +142,10 @@ def _unwritten(session: Session) -> list[JobRow]:
 
 
 def holds_only_jobs(session: Session) -> bool:
-    """Return True if the session's new objects are only jobs, and its next flush would insert every waiting job."""
+    """Return True if the session's new objects are only jobs, and its next flush would insert every waiting job.
+
+    The relay may then insert the jobs itself, without that flush.
+    """
     new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
     if _BATCH not in vars(session) and _WAITING not in vars(session):
         return new == 0
@@ -250,7 +254,7 @@ def _has_entities(batch: JobRow) -> bool:
 
 
 def _write(session: Session, connection: Connection, batch: JobRow, *, has_entities: bool) -> None:
-    """Insert the jobs of a flush or, if `has_entities` is True, leave them to `_write_set_aside` at its end.
+    """Insert the jobs of a flush or, if `has_entities` is True, leave them to `_write_set_aside` after it.
 
     The flush may still change the entities' primary keys, or delete entities.
     """
@@ -318,7 +322,10 @@ def _has_left(session: Session, argument: EntityArgument) -> bool:
 
 
 def _refuse_to_lose_jobs(session: Session) -> None:
-    """Refuse to commit if a job left the session unwritten. The commit flushes jobs that are still pending."""
+    """Refuse to commit if a job left the session before it was inserted, as by `expunge`: it would be lost.
+
+    Jobs that still wait in the session are no obstacle: the commit flushes them.
+    """
     if _BATCH not in vars(session):
         # No job was ever added to this session.
         return

@@ -21,7 +21,7 @@ class Progress:
 
 
 def progress_of(connection: Connection, job_ids: Collection[UUID]) -> dict[UUID, Progress]:
-    """Read the progress of running jobs, if their handlers report any and this role may read it."""
+    """Return the newest progress of running jobs by their ids, if handlers report any and this role may read it."""
     if not job_ids or not connection.execute(statements.may_read_progress(mapped_schema(connection))).scalar_one():
         return {}
     return {job_id: Progress(*noted) for job_id, *noted in connection.execute(statements.select_progress(job_ids))}

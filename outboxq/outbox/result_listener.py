@@ -60,7 +60,7 @@ class ResultLimits:
 
 
 class ResultListener(ListeningThread):
-    """Waits for jobs to end, in a thread, and ends the waits for them.
+    """A thread that waits for jobs to end, and passes the outcome of each to the callers that wait for it.
 
     It holds an advisory lock for each job, its flag: the transaction that ends a job notifies only if its flag is held.
 
@@ -120,7 +120,10 @@ class ResultListener(ListeningThread):
                     wait.future.set_exception(_explained(error))
 
     def listen(self, connection: PGconn) -> None:
-        """LISTEN, unless the connection leads to a pooler: then the backend's pid differs from the connection's."""
+        """LISTEN, unless the connection leads to a pooler; then jobs are queried at intervals instead.
+
+        A pooler shows by the backend's pid: it differs from the pid that the connection has received.
+        """
         rows = run_on_libpq(connection, "SET client_encoding TO 'UTF8'; SELECT pg_catalog.pg_backend_pid()")
         self._hears = rows[0][0] == str(connection.backend_pid)
         if self._hears:
@@ -150,7 +153,7 @@ class ResultListener(ListeningThread):
         self._due.update(self._waits if text == statements.ALL_JOBS else self._waits.keys() & {text})
 
     def _note_due(self) -> None:
-        """Mark each job as due for a query whose time has come. Other queries in between do not delay it."""
+        """Mark the jobs whose next regular query is due. Other queries in between do not delay the regular ones."""
         now = clock()
         if self._waits:
             self._idle_since = now
@@ -260,7 +263,7 @@ def _connect(waits: dict[str, set[Wait]]) -> DriverConnection:
 
 
 def _explained(error: Exception) -> Exception:
-    """Return the exception that one caller raises: a separate one for each, because each adds its traceback."""
+    """Return a new exception with advice for one waiting caller; each needs its own, as it adds its traceback."""
     told = explain_missing_tables(error) or ConfigError(_advice(error))
     told.__cause__ = error
     return told

@@ -11,7 +11,7 @@ from outboxq.database.driver import DriverConnection
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The outcome of a job that has ended.
+    """The outcome of a job that has ended, which the listener passes to the callers that wait for the job.
 
     Attributes:
         outcome: The outcome in the table `done_job`; `dead` for a dead letter; `gone` if no table has the job.
@@ -26,13 +26,14 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wait:
-    """One wait for the end of a job.
+    """One caller's wait for the end of a job, as the listener for results keeps it.
 
     Args:
         deadline: The end of the wait, by `clock()`. The caller itself checks the time, unless its event loop is closed
             before.
         connect: Opens a connection outside a transaction.
         loop: The event loop that waits, and in which `connect` works; None for a thread.
+        future: Receives the outcome of the job, or an error.
     """
 
     job_id: UUID

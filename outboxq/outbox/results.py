@@ -41,7 +41,7 @@ class ResultListeners:
         self._listeners = WeakValueDictionary[Hashable, ResultListener]()
 
     def add(self, place: Hashable, schema: str, wait: Wait) -> ResultListener:
-        """Add a wait to the listener of this place, which is started if there is none.
+        """Add a wait to the listener of this place; start a listener if there is none.
 
         `place`: identifies the database and schema: an engine's pool, or a URL, with the schema's name.
         """

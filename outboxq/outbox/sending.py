@@ -18,7 +18,7 @@ _SENDER = "_outboxq_sender"
 
 
 class JobSender(Protocol):
-    """Wraps the INSERTs of jobs."""
+    """Wraps the INSERTs of jobs, for example to trace them; registered by `set_sender` or `SENDER_OF_CALL`."""
 
     def sending(
         self, jobs: Mapping[str, NewJob], connection: Connection | None

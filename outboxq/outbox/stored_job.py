@@ -71,7 +71,7 @@ def load(stored: Mapping[str, Any] | str) -> NewJob:
 
 
 def _check(envelope: JobEnvelope, stored: "_StoredJob") -> None:
-    """Refuse a job that `add_job` would refuse: users' SQL may have written it."""
+    """Refuse a stored job that `add_job` would refuse: users may have stored it by their own SQL."""
     check_name("kind", envelope.kind)
     check_name("queue", envelope.queue)
     JobOptions(
@@ -170,7 +170,7 @@ class _StoredJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def keys(self) -> JobKeys | None:
-        """Return the keys, if there are any."""
+        """Return the job's keys (`coalesce`, `group`, `unique` and the batch), or None if it has none of them."""
         unique = None if self.unique is None else UniqueKey(self.unique, _delta(self.unique_kept_seconds))
         keys = JobKeys(self.coalesce, self.group, unique, self.batch)
         return None if keys == JobKeys() else keys

@@ -1,4 +1,4 @@
-"""Unique jobs: inserted if their key is free, as their handles then show.
+"""Unique jobs: a job is inserted only if its key is free, and its handle then shows if it was.
 
 A producer's flush takes the keys and inserts the jobs in one statement. A flush in a handler inserts the jobs alone;
 their keys are taken at the COMMIT of the relay's transaction, which deletes the jobs whose keys other jobs have. So a
@@ -34,7 +34,7 @@ def statements_that_take_keys(schema: str, added: Mapping[str, UniqueJob]) -> li
 
 
 def record_taken(added: MutableMapping[str, UniqueJob], found: Rows) -> tuple[UniqueJob, ...]:
-    """Record in the handles of unique jobs if they were added; return the jobs that were not. `added` is emptied.
+    """Record in the handles of unique jobs if they were added; return the jobs that were not, and empty `added`.
 
     Args:
         added: The jobs, by id, for which `statements_that_take_keys` was called.

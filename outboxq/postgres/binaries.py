@@ -42,7 +42,10 @@ class PostgresUnavailable(OutboxqError):
 
 
 class SourceFailed(PostgresUnavailable):
-    """One source of a server has failed: the configured URL, a container, the embedded server or local programs."""
+    """One source of a server has failed: the configured URL, a container, the embedded server or local programs.
+
+    `find_server` then tries the next source; `remedy` is advice for the user.
+    """
 
     def __init__(self, source: str, reason: str, remedy: str) -> None:
         super().__init__(f"{source}: {reason}; {remedy}", [self])
@@ -57,7 +60,7 @@ class WheelMissing(SourceFailed, ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class ServerUser:
-    """The unprivileged user as which a server runs if the current user is root, as whom PostgreSQL refuses to run."""
+    """The unprivileged user as which a server runs if the current user is root: PostgreSQL refuses to run as root."""
 
     name: str
     uid: int

@@ -41,7 +41,7 @@ _LOG_TAIL_LINES = 20
 
 
 class Cluster:
-    """One temporary server with a directory of its own."""
+    """One temporary server with a directory of its own, run by a watchdog process."""
 
     def __init__(self, binaries: Binaries, settings: Mapping[str, str], *, durable: bool) -> None:
         """Make a directory, create a server's data in it by `initdb`, and start the server on a free port of 127.0.0.1.

@@ -68,7 +68,7 @@ class Server:
     def pid(self) -> int | None:
         """The process id of the server's main process; None while the server is stopped.
 
-        Also None for a server that ran before, or that is in a container.
+        It is also None for a server that ran before, or that is in a container.
         """
         return None if self._cluster is None else self._cluster.pid
 

@@ -1,10 +1,10 @@
-"""The watchdog of one throw-away PostgreSQL server: a process between the server and its owner, which wants it.
+"""The watchdog of one throw-away PostgreSQL server: a process between the server and its owner.
 
-Run as a script, with only the standard library: `python -I -S watchdog.py WORK_DIRECTORY`. It is the server's parent,
-so its signals cannot reach another process that got the server's pid later. It reads commands from stdin and writes one
-reply to each to stdout, as lines of JSON; the server's output goes to stderr. Only the owner holds the other end of
-stdin: its end of file means that the owner is gone, for any reason. Then, at any point of the watchdog's work, the
-server is stopped and the work directory removed.
+The owner is the process that wants the server. It runs this file as a script, with only the standard library: `python
+-I -S watchdog.py WORK_DIRECTORY`. The watchdog is the server's parent, so its signals cannot reach another process that
+got the server's pid later. It reads commands from stdin and writes one reply to each to stdout, as lines of JSON; the
+server's output goes to stderr. Only the owner holds the other end of stdin: its end of file means that the owner is
+gone, for any reason. Then, at any point of the watchdog's work, the server is stopped and the work directory removed.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ LOG_FD = 2
 
 
 class Command(TypedDict):
-    """A command of the owner.
+    """A command that the owner sends to the watchdog, as a line of JSON.
 
     Attributes:
         verb: "initdb", "start" or "stop".
         arguments: The command line of the program to run; unused by "stop".
-        uid: The user as which it runs; None for the current one.
-        gid: The group, likewise.
+        uid: The user as which the program runs; None for the current one.
+        gid: The group as which the program runs; None for the current one.
     """
 
     verb: str
@@ -46,7 +46,7 @@ class Command(TypedDict):
 
 
 class Reply(TypedDict, total=False):
-    """The reply to a command; it is empty after "stop".
+    """The watchdog's reply to a command, as a line of JSON; it is empty after "stop".
 
     Attributes:
         pid: The process id of the started server.

@@ -1,9 +1,11 @@
-"""Admission: decides by a queue's limit (of running jobs) and rate if a relay's slots may claim from it now.
+"""Admission: decides if a relay's slots may claim from a queue now, by the queue's limit (of running jobs) and rate.
 
-The SQL of a claim enforces the limit. This module avoids claims that would find nothing: a queue at its limit, or
-without tokens (each job uses one, and the rate says how fast new ones come), is held: no slot of the relay claims from
-it for a moment, and then one slot tries again. A suspect (a job that ran when its relay died) is claimed in a separate
-transaction; in the transaction that runs it, `take_slot_again` counts it in the limit.
+The SQL of a claim enforces the limit. This module avoids claims that would find nothing. Each job of a queue with a
+rate uses one token, and the rate says how fast new tokens come. A queue that is at its limit, or has no tokens, is
+held: no slot of the relay claims from it for a moment, and then one slot tries again.
+
+A suspect (a job that ran when its relay died) is claimed in one transaction and runs in another. In the transaction
+that runs the suspect, `take_slot_again` counts it in the limit again.
 """
 
 import logging
@@ -43,16 +45,25 @@ _CHUNK_SECONDS = 0.02
 
 
 def chunk_of(rate: Rate) -> int:
-    """Return the most tokens to reserve at once for a queue with this rate, if no single claim needs more.
+    """Return the number of tokens of a queue's rate to reserve at once, in advance of the claims that will use them.
 
-    They are the tokens that the rate gives in 0.02 s, but at most half of the burst, and at least one.
+    That is the number of tokens that the rate gives in 0.02 s, but at most half of the burst, and at least one. A
+    single claim that needs more tokens reserves more.
     """
     return max(1, min(int(_CHUNK_SECONDS / rate.seconds_each), rate.burst // 2))
 
 
 @dataclass(slots=True)
 class _Hand:
-    """The tokens of one queue's rate that the relay has reserved and not used yet, and the number to reserve next."""
+    """The tokens of one queue's rate that the relay has reserved and not used yet.
+
+    Attributes:
+        tokens: The number of these tokens.
+        until: The time (monotonic) before which claims must use them.
+        is_fresh: True until the first claim after a reservation takes some of them.
+        wanted: The number of tokens to reserve the next time.
+        used: The number of tokens that claims have used since the last reservation.
+    """
 
     tokens: int = 0
     until: float = 0.0
@@ -64,9 +75,11 @@ class _Hand:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The reserved tokens that one claim took.
+    """The tokens of a queue's rate that one claim took from those that the relay had reserved.
 
-    If it leaves some unused, other claims may use them until `until` (monotonic).
+    Attributes:
+        tokens: The number of tokens.
+        until: The time (monotonic) until which other claims may use tokens that this claim gives back.
     """
 
     tokens: int
@@ -76,10 +89,10 @@ class Taken:
 class TokenHands:
     """The tokens that a relay has reserved in the database, by queue. Each job of a queue with a rate uses one.
 
-    All slots of the relay share them. Several are reserved at once, for the next claims, so that a high rate does not
-    cost a commit for each job. They must be used soon (`TokenRequest.keep_seconds`): tokens kept for longer would let
-    more jobs begin at once than the rate allows. Tokens that are not used in time are lost, and the next reservation is
-    smaller.
+    All slots of the relay share the tokens. One reservation takes several tokens, for the next claims, so that a high
+    rate does not cost a commit for each job. Claims must use the tokens soon (`TokenRequest.keep_seconds`): if the
+    relay kept tokens for longer, more jobs could begin at once than the rate allows. Tokens that are not used in time
+    are lost, and the next reservation is smaller.
     """
 
     def __init__(self, keep_seconds: float) -> None:
@@ -90,8 +103,8 @@ class TokenHands:
     def request(self, queue: str, rate: Rate, batch_size: int) -> TokenRequest:
         """Return a request to reserve the next tokens of a queue in the database.
 
-        It is for `batch_size` tokens, one for each job of a claim; for more if the tokens of the last reservation were
-        used in time.
+        The request is for `batch_size` tokens, one for each job of a claim. It is for more if claims used the tokens of
+        the last reservation in time.
         """
         chunk = chunk_of(rate)
         with self._lock:
@@ -135,7 +148,7 @@ class TokenHands:
     def give_back(self, queue: str, taken: Taken) -> None:
         """Give back tokens that a claim took and did not use, for other claims.
 
-        After `taken.until` they are lost instead.
+        After `taken.until` the tokens are lost instead.
         """
         with self._lock:
             hand = self._hands[queue]
@@ -157,11 +170,15 @@ class TokenHands:
 
 @dataclass
 class Query:
-    """A statement that a slot sends between claims (a poll, or a reservation of tokens), with no transaction open.
+    """A statement that a slot or dispatcher sends between claims: a poll, or a reservation of tokens.
+
+    `Planner` and `Admission` yield queries, because they do no I/O. The slot sends the statement with no transaction
+    open, and stores the answer in `rows`.
 
     Attributes:
+        statement: The SQL.
         is_alone: True to send it without BEGIN and COMMIT; otherwise it runs in a transaction of its own.
-        rows: The answer, after the slot has sent it.
+        rows: The answer, after the slot has sent the statement.
     """
 
     statement: str
@@ -176,11 +193,12 @@ class Admission:
     A queue that is at its limit, or has no tokens of its rate, is held: no slot claims from it for a moment.
 
     Args:
+        claims: The claim mode of each queue.
         wake_another: Wakes a slot that sleeps on the given queue.
 
     Attributes:
         given_back_at: By queue, the last time (monotonic) at which the queue's hold ended because a token was given
-            back.
+            back. `LastJobs` reads it, to claim from such queues once more.
     """
 
     schema: str
@@ -211,9 +229,9 @@ class Admission:
         self.poller.hold(queue, pause)
 
     def found_room(self, queue: str) -> None:
-        """Record that a claim was not stopped by its queue's limit: end the queue's hold, if it has one.
+        """Record that a queue's limit did not stop a claim: end the queue's hold, if it has one.
 
-        The next hold is short again.
+        The next hold of the queue is short again.
         """
         # Without the lock: a pause that another slot sets at this moment counts as set after this call.
         if queue in self._pauses:
@@ -238,9 +256,9 @@ class Admission:
             self.wake_another(queue)
 
     def ended(self, queue: str) -> None:
-        """Record that jobs of this queue have ended: if it is held for its limit, end the hold and wake a slot.
+        """Record that jobs of this queue have ended: if it has a limit and is held, end the hold and wake a slot.
 
-        A sleeping slot is woken, because the one that ran the jobs may be about to claim from another queue.
+        A sleeping slot is woken, because the slot that ran the jobs may be about to claim from another queue.
         """
         if self.flow.limits_of(queue).running is not None and self.poller.release(queue):
             self.wake_another(queue)
@@ -255,10 +273,10 @@ class Admission:
                 self.wake_another(queue)
 
     def reserve(self, queue: str, batch_size: int) -> Iterator[Query]:
-        """Yield statements for a slot to send, which reserve tokens of a queue's rate for its next claim.
+        """Yield statements for a slot to send, which reserve tokens of a queue's rate for the slot's next claim.
 
         Yields nothing if the queue has no rate, or the relay still has tokens of it. If an answer shows that there is
-        no token, no slot claims from the queue until one is due.
+        no token, no slot claims from the queue until the next token is due.
         """
         rate = self.flow.limits_of(queue).rate
         if rate is None or self.hands.has(queue):
@@ -303,8 +321,8 @@ class SlotAdmission:
     def reserve(self, queue: str, batch_size: int) -> Iterator[Query]:
         """Yield the statements that the slot sends to reserve tokens of the queue's rate for its next claim.
 
-        Yields nothing if the queue has no rate, or the slot or relay still has tokens of it, such as those that the
-        slot's last claim did not use because it found no job.
+        Yields nothing if the queue has no rate, or if there are still tokens: the relay's, or those that the slot's
+        last claim took and did not use because it found no job.
         """
         return iter(()) if self._are_left_to(queue) else self._shared.reserve(queue, batch_size)
 
@@ -338,7 +356,9 @@ class SlotAdmission:
             self._are_left = True
 
     def ended(self, queue: str, following: Claimed | None) -> None:
-        """Record that jobs have ended and left room in their queue's limit, unless the slot's next claim has used it.
+        """Record that jobs have ended, so that other slots may use the room that they leave in their queue's limit.
+
+        Does nothing if the slot's own next claim was for this queue, and took jobs or found the queue at its limit.
 
         Args:
             following: The answer to the claim that was sent with the COMMIT of these jobs; None if there was no such
@@ -364,11 +384,11 @@ def _row(rows: Rows) -> Row:
 
 
 def take_slot_again(connection: Connection, claimed: Claimed, schema: str) -> bool:
-    """Count a claimed suspect (a job that ran when its relay died) in its queue's limit, in the run's transaction.
+    """Count a claimed suspect (a job that ran when its relay died) in its queue's limit while it runs.
 
-    If the limit has no room, make the job claimable again and return False. This is needed because the claim was a
-    separate transaction, and the job stopped counting at its COMMIT. `connection` must have begun the transaction of
-    the run.
+    The claim was a separate transaction, and the job stopped counting at its COMMIT. So the job is counted again in the
+    transaction that runs it, which `connection` must have begun. If the limit has no room, make the job claimable again
+    and return False.
     """
     request, job = claimed.request, claimed.jobs[0]
     most = request.script.most

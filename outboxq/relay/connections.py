@@ -1,10 +1,10 @@
-"""Connections: slots and dispatchers borrow them while they work, and calls while they use their session.
+"""Connections: slots and dispatchers borrow them while they work, and calls while they use `ctx.session`.
 
-The connection that was used last is lent first. `WARM_CONNECTIONS` unused ones stay open, with the claims' statements
-prepared; others are closed after `linger_seconds` without use. After an error a connection is closed, not kept.
+The connection that was used last is lent first. `WARM_CONNECTIONS` unused connections stay open, with the statements of
+claims prepared; others are closed after `linger_seconds` without use. A connection is closed after an error.
 
-The calls of a dispatcher share a limited number of connections. A call holds one from its session's first use to its
-COMMIT. Other calls wait in the order in which they requested one, within their own deadlines.
+The calls of a dispatcher share a limited number of connections. A call has a connection from the first use of its
+session to its COMMIT. Other calls wait for a connection in the order of their requests, within their own deadlines.
 """
 
 import asyncio
@@ -53,7 +53,15 @@ _LOG_SECONDS = 60.0
 
 @dataclass(slots=True, eq=False)
 class SlotConnection:
-    """A connection that is set up for claiming, with the objects that belong to it, such as its caller of handlers."""
+    """A connection that is set up for claiming, with the objects that belong to it.
+
+    Attributes:
+        invoker: Calls the handlers.
+        guard: Watches the connection while handlers use it.
+        server: Facts about the server, and which statements are prepared on the connection.
+        catalog: The facts of tables that were read through the connection.
+        used_at: The time (monotonic) at which the connection was opened or last given back.
+    """
 
     connection: Connection
     invoker: Invoker
@@ -76,7 +84,7 @@ def make_slot_connection(connection: Connection, invoker: Invoker) -> SlotConnec
 class SlotConnections:
     """The connections of a relay's slots with handlers of one flavour (sync or async).
 
-    Those for async handlers are used in greenlets of the event loop.
+    Connections for async handlers are used in greenlets of the event loop.
 
     Args:
         given: The engine that opens the connections.
@@ -101,7 +109,7 @@ class SlotConnections:
     def borrow(self) -> Iterator[SlotConnection]:
         """Lend a connection while the block runs.
 
-        If the block raises, close it and all unused connections, which may be lost too.
+        If the block raises, close this connection and all unused ones, which may be lost too.
         """
         with self._lock:
             slot_connection = self._spares.pop() if self._spares else None
@@ -184,7 +192,7 @@ def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, A
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The right of one call to hold one of the limited number of connections, while it has that right or waits for it.
+    """One call's right to have one of the limited number of connections, or its wait for that right.
 
     Args:
         is_async: True if the call runs in greenlets of the event loop.
@@ -193,7 +201,7 @@ class Place:
     Attributes:
         is_abandoned: True if the relay no longer waits for the end of the call.
         connected: The connection, while the call has one.
-        held: The `CallConnections` that the place belongs to, in a list; empty while the call has no place.
+        held: A list with the `CallConnections` that gave the right; empty while the call does not have the right.
         is_waiting: True while the call waits for a connection.
     """
 
@@ -205,7 +213,7 @@ class Place:
     is_waiting: bool = False
 
     def is_wanted(self) -> bool:
-        """Return True until the relay takes the call's job away, or stops waiting for the call."""
+        """Return True while the call may need a connection: until the relay takes the job away or gives the call up."""
         return not (self.is_abandoned or self.owner.is_seized)
 
     def pause(self, seconds: float) -> None:
@@ -216,9 +224,9 @@ class Place:
             time.sleep(seconds)
 
     def free(self) -> None:
-        """Give the place to another call, even if a stuck thread still uses its connection.
+        """Pass the right to have a connection on to another call, even if a stuck thread still uses the connection.
 
-        A second call does nothing.
+        Does nothing if the right was passed on already.
         """
         with suppress(IndexError):
             self.held.pop().give_place()
@@ -242,7 +250,7 @@ class _Waiter:
 class _AsyncWaiter:
     """Makes a call that runs in a task wait until it may hold a connection.
 
-    The relay cancels the task if it takes the job away.
+    If the relay takes the call's job away, it cancels the task, which ends the wait.
     """
 
     def __init__(self) -> None:
@@ -288,7 +296,7 @@ class CallConnections:
     def borrow(self, place: "Place") -> Iterator[SlotConnection]:
         """Lend the call of `place` a connection while the block runs.
 
-        Waits first, until fewer than `most` calls have one and until the database can be reached.
+        Waits first, until fewer than `most` calls have a connection and until the database can be reached.
 
         Raises:
             Abandoned: the relay took the job away while the call waited.
@@ -306,9 +314,9 @@ class CallConnections:
             place.free()
 
     def give_place(self) -> None:
-        """Pass the place of a call that needs no connection any more to the call that has waited longest.
+        """Give the right to have a connection, which one call needs no more, to the call that has waited longest.
 
-        If none waits, keep the place for a later call.
+        If no call waits, keep the right for a later call.
         """
         with self._lock:
             waiter = self._waiters.popleft() if self._waiters else None

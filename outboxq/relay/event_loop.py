@@ -61,7 +61,7 @@ class LoopThread:
             thread.join(0.0 if self.is_blocked else _STOP_SECONDS)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, without waiting for it."""
+        """Start a coroutine in the loop, without waiting for it; return a future for its result."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -89,10 +89,11 @@ class LoopThread:
 
 
 def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event) -> None:
-    """Run an event loop until `ends` is set. It runs outside any task, because a handler could cancel a task.
+    """Run an event loop until `ends` is set, outside any task, because a handler could cancel a task.
 
     A handler can end the loop by a KeyboardInterrupt, a SystemExit, or the loop's stop(): the loop is then run again,
-    and the error reaches the code that awaits the handler's task. Signals reach only the main thread.
+    and the error reaches the code that awaits the handler's task. No signal raises these errors here, because signals
+    reach only the main thread.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()

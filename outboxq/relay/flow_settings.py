@@ -23,7 +23,7 @@ _NO_LIMITS = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The facts of a relay's queues that the query `look_around` returned.
+    """Facts about a relay's queues that the query `look_around` returned: which sorts of jobs they have.
 
     Attributes:
         suspects: The queues that have suspects (jobs that ran when their relay died).

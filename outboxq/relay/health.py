@@ -31,7 +31,7 @@ logger = logging.getLogger("outboxq.relay")
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The activity of a relay process, or of a supervisor and its children.
+    """The activity of a relay process, or of a supervisor and its children, as the health file shows it.
 
     Args:
         processes: The number of relay processes that should run.
@@ -45,7 +45,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking a health file.
+    """The result of checking a health file, which `judge` returns.
 
     Attributes:
         alive: True if the process that writes the file works.
@@ -175,7 +175,7 @@ def _write(path: Path, health: Health) -> None:
 def judge(path: Path, max_age_seconds: float) -> Verdict:
     """Read a health file and judge if the process that writes it is alive, for a container's probe.
 
-    It counts as alive if the file is at most `max_age_seconds` old and the state is not "stopping".
+    The process counts as alive if the file is at most `max_age_seconds` old and the state in it is not "stopping".
     """
     try:
         health = json.loads(path.read_text())

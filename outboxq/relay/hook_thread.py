@@ -30,7 +30,7 @@ class HookThread:
 
     Attributes:
         failures: The number of errors that hooks raised, those of the hooks given to `Relay` included.
-        dropped: The number of events that did not reach the registry's hooks because these were too slow.
+        dropped: The number of events that did not reach the registry's hooks because the hooks were too slow.
     """
 
     def __init__(self, hooks: Sequence[EventHook], limits: HookLimits) -> None:

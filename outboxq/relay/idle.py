@@ -1,8 +1,9 @@
 """The sleep of a slot without work: its wake-ups, and its own polls.
 
-A sleeping slot holds no connection. The listener holds its sleep flags: advisory locks, one for each of its queues;
-while one is held ("up"), producers send a notification with each job of that queue. The slot relies on them only after
-a poll that began when all flags were up, because jobs that were committed earlier sent no notification.
+A sleeping slot holds no connection. The listener holds its sleep flags: advisory locks, one for each of its queues.
+While a flag is held ("up"), producers send a notification with each job of that queue. Jobs that were committed before
+the flags were up sent no notification. So the slot relies on notifications only after a poll that began when all of its
+flags were up.
 """
 
 import concurrent.futures
@@ -79,16 +80,19 @@ class SlotSleep:
         self._is_poll_due = False
 
     def want_poll(self) -> None:
-        """Record that a poll is due; polls that have begun already do not count."""
+        """Record that a poll is due. Only a poll that begins from now on counts."""
         self._poll_after = self._poller.latest
         self._is_poll_due = True
 
     def is_flagged(self, since: float | None) -> bool:
-        """Return True if this slot's sleep flags are up (`since` is the time), so that notifications wake it.
+        """Return True if this slot's sleep flags are up, so that notifications wake it; if needed, make a poll due.
 
-        Also makes a poll due, unless one has begun since then that is newer than the slot's last claim (which may have
-        led to jobs that are due later) and newer than the last notification for its queues: another slot may have
-        claimed after that notification, and left jobs before this slot slept.
+        No poll is needed if one has begun since three events: all flags went up; the slot made its last claim, which
+        may have led to jobs that are due later; and the last notification for its queues came, after which another slot
+        may have claimed and left jobs.
+
+        Args:
+            since: The time (monotonic) since which all of the flags are up; None if they are not.
         """
         if since is not None and self._poller.uncalled_since(self.idle_slot.queues) <= max(since, self._claimed_at):
             # A poll sees the jobs that were committed before the flags were raised.
@@ -103,7 +107,7 @@ class SlotSleep:
     def end(self) -> None:
         """Record that the slot has claimed jobs and is awake.
 
-        The listener then lowers its sleep flags, the locks that make producers notify.
+        The listener then lowers the slot's sleep flags, the locks that make producers notify.
         """
         self._pause_seconds = FIRST_PAUSE_SECONDS
         if self.is_asleep and self._state.listener is not None:
@@ -121,10 +125,10 @@ class SlotSleep:
         return None if self._state.listener is None else self._state.listener.fall_asleep(self.idle_slot)
 
     def pause_seconds(self, *, flagged: bool) -> float:
-        """Return the seconds to sleep, at most until the next scheduled job is due; a poll is due after this sleep.
+        """Return the seconds for which the slot is to sleep before its next poll, at most until a scheduled job is due.
 
-        They are about the poll interval if notifications wake the slot (`flagged`). Otherwise they double with each
-        call, up to a second.
+        That is about the poll interval if notifications wake the slot (`flagged`). Otherwise the pause doubles with
+        each call, up to a second.
         """
         poll_seconds = self._state.config.poll_seconds
         # In this order: a poll that returns in between is either still wanted, or its result is known.

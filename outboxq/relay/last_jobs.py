@@ -1,7 +1,7 @@
-"""The last jobs of a slot whose relay drains (works until no job is left, and ends), before the slot may end.
+"""The search for the last jobs of a slot before it ends, if its relay drains (works until no job is left, and ends).
 
-They are suspects (jobs that ran when their relay died), which run only under this relay's lease, and jobs of held
-queues, from which no slot claims for a moment because of a limit or rate.
+Two sorts of jobs may be left: suspects (jobs that ran when their relay died), which run only under this relay's lease,
+and jobs of held queues, from which no slot claims for a moment because of a limit or rate.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ class LastJobs:
 
         Args:
             work_once: Claims and runs jobs of the slot's queues once; returns False if it found none.
-            began_at: The time (monotonic) at which the slot last began to claim from all of its queues. That may have
-                left out queues from which slots may claim again since.
+            began_at: The time (monotonic) at which the slot last began to claim from all of its queues. It may have
+                left out queues that were held then and are free now.
         """
         with connection.begin():
             # For all queues of the relay, because the result replaces the knowledge of all its slots.

@@ -48,7 +48,7 @@ class RelayLease:
     """The lease of a relay: a row with an expiry time, which the relay's thread extends regularly while it lives.
 
     Other relays take over the jobs that were claimed under a lease that has expired. The row is first written when a
-    claim needs it: a relay without such jobs needs none. The beats do the other work of the module even then.
+    claim needs it. Until then the beats only take jobs from dead relays and read the operators' settings.
 
     Args:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
@@ -100,7 +100,7 @@ class RelayLease:
     def excuse(self, job: Job) -> None:
         """Make sure that no crash is counted for this job when it is taken back from this relay, to run again.
 
-        It ended well, but its result could not be stored, because another transaction held its row.
+        The job ended well, but its result could not be stored, because another transaction held its row.
         """
         assert job.lease_token is not None
         self._excused[str(job.id), job.lease_token] = job.crashes
@@ -179,7 +179,8 @@ class RelayLease:
     def _beat(self, connection: PGconn) -> bool:
         """Do one heartbeat; return True if there may be more jobs of dead relays than it has taken back.
 
-        It extends the lease, if the relay needs one, makes jobs of dead relays claimable again, and reads the settings.
+        A heartbeat extends the lease, if the relay needs one, makes jobs of dead relays claimable again, and reads the
+        settings.
         """
         if self._wanted:
             self._extend(connection)
@@ -216,7 +217,7 @@ class RelayLease:
     def _reap(self, connection: PGconn) -> bool:
         """Make up to `REAP_LIMIT` jobs of dead relays claimable again; return True if more may be left.
 
-        If any jobs in groups are leased, it takes up to as many of these in addition.
+        Takes up to as many jobs in groups in addition, if any jobs in groups are leased.
         """
         taken = [self._reap_some(connection, in_group=False)]
         if self.flow.seen.group_leases:

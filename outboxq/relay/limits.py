@@ -32,8 +32,8 @@ class HistoryLimits:
         first_seconds: The longest time until the first flush, after which the relay is listed; the shortest is half of
             that.
         flush_seconds: The longest time between two flushes, which also show that the relay lives.
-        gauges_after_seconds: The shortest time that a relay has run before it writes the gauges, if no other relay
-            does.
+        gauges_after_seconds: The shortest time that a relay has run before it writes the gauges (the state of the
+            queues), if no other relay does.
         finish_seconds: How long a relay that ends waits for its last flush.
     """
 

@@ -52,6 +52,7 @@ class HearingCheck:
         connect: Opens a connection as producers do, by the database URL.
         patience_seconds: A notification that takes longer is reported as missing; if it arrives later, it still counts.
         poll_seconds: The longest time between two polls while no notifications arrive; for the log message.
+        passed: True after the notification has arrived.
     """
 
     connect: Callable[[], DriverConnection]

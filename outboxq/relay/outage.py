@@ -52,7 +52,7 @@ class Outage:
             self.since = None
 
     def lost(self, error: BaseException) -> float:
-        """Report a lost or refused connection, or an error of users' code on it; return the seconds to wait.
+        """Report a lost or refused connection, or an error that users' code raised on it; return the seconds to wait.
 
         Raises:
             LoginRefused: the database has refused the relay's login for too long.

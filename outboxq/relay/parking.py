@@ -1,6 +1,6 @@
 """Parking: makes jobs whose kind no handler of this relay knows wait for a while, so that they hold up no other jobs.
 
-All such jobs at the head of a queue are parked in one transaction.
+All jobs of unknown kinds at the head of a queue are parked in one transaction.
 """
 
 import logging
@@ -22,8 +22,8 @@ PARK_LIMIT = 10_000
 def park_unknown_kinds(connection: Connection, schema: str, queue: str, known_kinds: tuple[str, ...]) -> int:
     """Make the jobs of unknown kinds at a queue's head wait for a while (park them); return their number.
 
-    All are parked in one transaction. If one of their rows cannot be changed, none is parked and 0 is returned: each is
-    then parked when it is claimed.
+    All are parked in one transaction. If the row of one of them cannot be changed, none is parked and 0 is returned.
+    Each job is then parked when it is claimed.
     """
     try:
         with connection.begin():
@@ -50,8 +50,8 @@ def park_unknown(
     """Make jobs of unknown kinds among the next ready and due jobs of a queue wait for a while; return their number.
 
     Args:
-        limit: The most ready jobs, and the most due jobs, that are read, of known kinds too.
-        only_marks: True to change nothing but the marks that a failed parking left in the rows: they are removed.
+        limit: The most ready jobs, and the most due jobs, that are read; jobs of known kinds count too.
+        only_marks: True to park no job, and only overwrite the marks (`xmax`) that a failed parking left in the rows.
     """
     states = ("ready", "scheduled")
     scripts = [park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in states]

@@ -28,7 +28,12 @@ _LEAST_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """A poll (a query for the queues in which jobs wait): its number, and the time (monotonic) when it began."""
+    """A poll: one query for the queues in which jobs wait.
+
+    Attributes:
+        number: Polls are numbered in the order in which they begin.
+        begun_at: The time (monotonic) when the poll began.
+    """
 
     number: int = 0
     begun_at: float = field(default_factory=time.monotonic)
@@ -56,8 +61,8 @@ class Order:
     def first(self, last: str, among: Iterable[str]) -> str | None:
         """Return the queue from which the slot is to claim next: of its queues in `among`, the lowest by rank.
 
-        Of several with the lowest rank, it is the next after `last`, the queue of the previous claim. None if the slot
-        has none of them.
+        If several have the lowest rank, take the next after `last`, the queue of the previous claim. Returns None if
+        `among` has none of the slot's queues.
         """
         behind, count = self._places[last] + 1, len(self.queues)
         ours = self._places.keys() & among
@@ -105,10 +110,10 @@ class SharedPoller:
             return self.latest
 
     def begin_shared(self, queue: str, after: Poll) -> Poll | None:
-        """Record that a sleeping slot begins a poll of all queues, for all sleeping slots; None if it is not to poll.
+        """Record that a sleeping slot begins a poll of all queues for all sleeping slots; return the poll for `record`.
 
-        It is not to poll if a poll of `queue` that began after `after` has returned, which is enough, or while another
-        slot makes such a poll, after which the caller may call this again.
+        Returns None if the slot is not to poll, because a poll of `queue` that began after the poll `after` has
+        returned, or another slot is making a shared poll now; after that the caller may call this again.
         """
         with self._lock:
             if self.has_polled(queue, after) or self.is_under_way():
@@ -125,7 +130,8 @@ class SharedPoller:
     def has_polled(self, queue: str, after: Poll) -> bool:
         """Return True if a poll of this queue has returned that began after the poll `after`.
 
-        It must also have begun after the last call of all queues: an unknown queue got jobs then.
+        The poll must also have begun after the last notification for all queues (`ALL_QUEUES`), because this queue may
+        have got jobs then.
         """
         with self._lock:
             return self._recorded[queue].number > max(after.number, self._all_called_after)
@@ -138,7 +144,8 @@ class SharedPoller:
     def record(self, poll: Poll, rows: Sequence[tuple[object, ...]], queues: Collection[str] | None = None) -> None:
         """Record the rows that the query of a poll (`poll_queues`) returned.
 
-        `queues` are the queues that it was for; None: all.
+        Args:
+            queues: The queues that the poll was for; None: all.
         """
         now = time.monotonic()
         found = {str(row[0]): (bool(row[1]), row[2], row[4]) for row in rows}
@@ -163,7 +170,8 @@ class SharedPoller:
     def polled_at(self, queue: str) -> float:
         """Return the time (monotonic) at which this queue's last poll began.
 
-        Minus infinity if that poll proves nothing, because jobs were committed to an unknown queue since it began.
+        Returns minus infinity if jobs were committed to an unknown queue after that poll began, so that it proves
+        nothing.
         """
         poll = self._recorded[queue]
         return poll.begun_at if poll.number > self._all_called_after else float("-inf")
@@ -171,7 +179,8 @@ class SharedPoller:
     def uncalled_since(self, queues: Collection[str]) -> float:
         """Return the time (monotonic) at which the oldest of these queues' last polls began.
 
-        Minus infinity if one of the queues was called (may have got more jobs) since its last poll began.
+        Returns minus infinity if one of the queues was called (a notification or slot reported that it may have got
+        more jobs) since its last poll began.
         """
         with self._lock:
             polls = {name: self._recorded[name] for name in queues}
@@ -180,7 +189,7 @@ class SharedPoller:
             return min(self.polled_at(name) for name in queues)
 
     def record_call(self, queue: str) -> None:
-        """Record that jobs may wait in a queue: one was committed to it, or more may wait than a slot takes.
+        """Record that jobs may wait in a queue: a job was committed to it, or more may wait there than a slot takes.
 
         `ALL_QUEUES` means that the queue is not known: only a poll that begins from now on shows in which queues jobs
         wait.
@@ -269,7 +278,7 @@ class SharedPoller:
     def hold(self, queue: str, seconds: float) -> float:
         """Keep all slots from claiming from a queue for `seconds` (hold it); return the end of this time (monotonic).
 
-        After it one slot tries first.
+        After this time one slot tries first, and the others only later.
         """
         with self._lock:
             until = self.held_until[queue] = time.monotonic() + seconds
@@ -301,9 +310,9 @@ class SharedPoller:
         return None if until is None else max(0.0, until - time.monotonic())
 
     def _try_alone(self, queue: str) -> None:
-        """If the queue was held (no slot claimed from it), keep other slots away for 0.1 s while the caller claims.
+        """Keep other slots away from a queue for 0.1 s while the caller claims, if the queue was held until now.
 
-        If the caller finds the queue at its limit again, the others need not try.
+        If the caller finds the queue at its limit again, the other slots need not try.
         """
         if queue in self.held_until:
             self.held_until[queue] = time.monotonic() + _TRIAL_SECONDS
@@ -311,8 +320,8 @@ class SharedPoller:
     def due_in_seconds(self, queues: Collection[str]) -> float:
         """Return the seconds until a claim from these queues may find jobs.
 
-        That is when their next scheduled job is due, or when slots may claim again from a queue that is held. Infinite
-        if there is neither; 0 or less if a job is due.
+        That is when their next scheduled job is due, or when slots may claim again from a queue that is held. The
+        result is infinite if there is neither, and 0 or less if a job is due.
         """
         now = time.monotonic()
         with self._lock:

@@ -38,6 +38,7 @@ class ProgressWriter:
 
     Args:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
+        relay: The relay's id, which is stored with each note.
     """
 
     connect: Callable[[], DriverConnection]
@@ -133,7 +134,7 @@ class ProgressWriter:
             self._connection = None
 
     def _report(self, error: Exception) -> None:
-        """If the table or the right to write it is missing, warn and accept no more notes; only log other errors."""
+        """Warn and accept no more notes if the table, or the right to write it, is missing; only log other errors."""
         sqlstate = sqlstate_of(error)
         if sqlstate not in _ADVICE:
             logger.debug("progress could not be written", extra={"error_type": type(error).__name__})

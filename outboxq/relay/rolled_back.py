@@ -1,4 +1,4 @@
-"""Batches and claims that ended in an error: recovery on the connection on which the error occurred."""
+"""Recovery of batches and claims that ended in an error, on the connection on which the error occurred."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def recover_here(
     from the slot.
 
     Args:
-        running: The number of jobs in the claim of the batch, for the event.
+        running: The number of jobs in the claim of the batch, for the event `BatchRolledBack`.
     """
     if isinstance(error, TransactionEscaped | LeaseLost | BatchDeadlocked):
         batch.owner.begin_recovery()
@@ -63,8 +63,8 @@ def recover_claim_here(
 ) -> Ended | None:
     """Deal with a claim that ended in `error`, so that the next claim can succeed; raise `error` if it would fail too.
 
-    Returns None if the slot is to go on with other claims, because this one gave up waiting for a lock, or because its
-    suspect (a job that ran when its relay died) could not be claimed.
+    Returns how the claim ended. Returns None if the slot is to go on with other claims, because this one gave up
+    waiting for a lock, or because its suspect (a job that ran when its relay died) could not be claimed.
     """
     if not isinstance(error, psycopg.Error | SQLAlchemyError) or is_lost(connection):
         raise error

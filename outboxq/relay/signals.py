@@ -72,8 +72,8 @@ def end_in_order_until_begun() -> None:
 def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] | None = None) -> Iterator[None]:
     """Make the first SIGTERM or SIGINT in the block call `stop`, and the next one end the process by that signal.
 
-    Only in the main thread; in other threads the handlers of the program stay. A signal whose handler was installed
-    from C (by a program that embeds Python, for example) keeps it too, because Python could not restore it.
+    Only in the main thread; in other threads the handlers of the program stay. A signal handler that was installed from
+    C (by a program that embeds Python, for example) stays too, because Python could not restore it.
 
     Args:
         before_death: Called at the second signal, before the process ends. Without it the kernel ends the process, even

@@ -44,7 +44,7 @@ class SlotWaits(Protocol):
     """The methods by which a slot or a dispatcher waits and borrows connections; its `SlotLoop` implements them."""
 
     def clear(self) -> None:
-        """Forget earlier calls that woke the slot, so that `wait` waits for the next one."""
+        """Forget earlier wake-ups of the slot, so that `wait` waits for the next one."""
         ...
 
     def wait(self, seconds: float) -> bool:
@@ -114,7 +114,10 @@ class Slot:
 
     @property
     def busy(self) -> int:
-        """1 while this slot has claimed jobs, otherwise 0: the number of busy slots, which a dispatcher has too."""
+        """The number of busy slots: 1 while this slot has claimed jobs, otherwise 0.
+
+        A dispatcher, which has several slots, has this property too.
+        """
         return int(self.batch is not None)
 
     def goes_on(self) -> bool:
@@ -136,10 +139,7 @@ class Slot:
         return self.batch is not None
 
     def wants_work(self) -> bool:
-        """Return True if `work` is to be called: jobs may wait, or the outcome of jobs is not known.
-
-        It is not known if their connection was lost.
-        """
+        """Return True if `work` is to be called: jobs may wait, or a lost connection left their outcome unknown."""
         has_reason = self.is_in_doubt or self._outage.since is not None or self._needs_connection
         return self.state.until_empty or has_reason or self.sleep.has_work()
 
@@ -149,7 +149,7 @@ class Slot:
     def end_turn(self) -> None:
         """Give up the slot's turn to run suspects (jobs that ran when their relay died).
 
-        Called after its batch was taken away.
+        Called after the slot's batch was taken away.
         """
         self.state.quarantine.end_turn(self._planner)
 
@@ -213,9 +213,10 @@ class Slot:
             return True
 
     def work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
-        """Claim jobs from the first queue that has some, and run them, with all batches that their COMMITs claim.
+        """Claim jobs from the first queue that has some, and run them.
 
-        Returns False if no queue of the slot has jobs.
+        Also runs each batch that was claimed together with the COMMIT of the batch before it. Returns False if no queue
+        of the slot has jobs.
         """
         connection = connected.connection
         self.sleep.begin_claims()
@@ -252,7 +253,8 @@ class Slot:
     def _run(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
         """Send a claim and run its jobs in one transaction, then each batch that the COMMIT before it has claimed.
 
-        Publishes the outcomes of all batches but the last one, whose end it returns. None if the claim found no job.
+        Publishes the outcomes of all batches but the last, and returns how the last one ended. Returns None if the
+        claim found no job.
         """
         fault_point("before-claim")
         with connection.begin():
@@ -289,10 +291,10 @@ class Slot:
         return ended
 
     def _run_leased(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
-        """Claim a suspect and run it alone, under the relay's lease, not in the claim's transaction; return its end.
+        """Claim a suspect and run it alone, under the relay's lease, not in the claim's transaction.
 
-        A suspect is a job that ran when its relay died, and may have caused that. None if no suspect waits, or if the
-        queue's limit has no room for it.
+        A suspect is a job that ran when its relay died, and may have caused that. Returns how the run ended; None if no
+        suspect waits, or if the queue's limit has no room for it.
         """
         fault_point("before-claim")
         with connection.begin():
@@ -361,7 +363,7 @@ class Slot:
     def _publish_last(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
         """Publish the outcomes of the slot's last batch.
 
-        If it had jobs of unknown kinds, which wait now, make others at the head of their queue wait too (park them).
+        If the batch had jobs of unknown kinds, which wait now, make others at the queue's head wait too (park them).
         """
         self._outage.losses = 0
         parked, queue = 0, report.parked_in

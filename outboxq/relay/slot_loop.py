@@ -1,7 +1,7 @@
-"""The loop of a slot or a dispatcher, in a thread or a task of the event loop: it lets it work, and sleep without work.
+"""The loop of a slot or a dispatcher, in a thread or a task: calls it to work, and makes it sleep while no jobs wait.
 
-The same code runs in threads and in tasks. A task runs it in a greenlet, as SQLAlchemy runs its own code, so that each
-wait in the loop is an `await` of the task.
+The same code runs in threads and in tasks of the event loop. A task runs it in a greenlet, as SQLAlchemy runs its own
+code, so that each wait in the loop is an `await` of the task.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class SlotLoop:
             return call_here(work, slot_connection)
 
     def clear(self) -> None:
-        """Forget earlier calls that woke the slot, so that `wait` waits for the next one."""
+        """Forget earlier wake-ups of the slot, so that `wait` waits for the next one."""
         self._wake_event.clear()
 
     def wait(self, seconds: float) -> bool:
@@ -106,9 +106,9 @@ class SlotLoop:
         return self._wake_event.wait(seconds)
 
     def _find_out(self) -> None:
-        """After the loop has ended: if the slot's connection was lost while jobs ran, find out and write their outcome.
+        """Find out and write the outcome of jobs whose connection was lost while they ran, after the loop has ended.
 
-        Only this slot can do so. It tries several times, for about 2 s in all.
+        Only this slot can do so. Tries several times, for about 2 s in all.
         """
         slot, ends_at = self.slot, clock() + _LAST_SECONDS
         for _ in range(_LAST_TRIES):
@@ -171,7 +171,7 @@ class SlotLoop:
     def end_turn(self) -> None:
         """Give up the slot's turn to run suspects (jobs that ran when their relay died).
 
-        Another slot may then have it.
+        Another slot or dispatcher may then have the turn.
         """
         self.slot.end_turn()
 
@@ -180,13 +180,13 @@ def _is_final(error: Exception) -> bool:
     """Return True if an error ends the relay, because the next try would fail in the same way.
 
     Such errors are a wrong configuration or schema, a stuck handler, and a defect of outboxq itself. An error of a
-    user's SQLAlchemy listener is none.
+    user's SQLAlchemy listener does not end the relay.
     """
     return isinstance(error, _FINAL) or (not isinstance(error, CONNECTION_ERRORS) and is_defect(error))
 
 
 class SlotThread(SlotLoop):
-    """A slot with sync handlers, in a thread of its own."""
+    """The loop of a slot or dispatcher with sync handlers, in a thread of its own."""
 
     def __init__(
         self, state: RelayState, make: MakeWorker, connections: SlotConnections, fail: Callable[[BaseException], None]
@@ -290,7 +290,7 @@ class _TaskWakeEvent:
 
 
 class SlotTask(SlotLoop):
-    """A slot with async handlers, in a task of the relay's event loop."""
+    """The loop of a slot or dispatcher with async handlers, in a task of the relay's event loop."""
 
     def __init__(
         self,

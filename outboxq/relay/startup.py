@@ -55,8 +55,8 @@ _FIRST_PAUSE_SECONDS, _PAUSE_CAP_SECONDS = 0.5, 10.0
 class Login:
     """The time since which the database has refused the relay's login, which all slots share.
 
-    If that is longer than `patience_seconds`, the relay ends, because the password may have changed and its next start
-    may have the new one.
+    If the database refuses it for longer than `patience_seconds`, the relay ends, because the password may have changed
+    and the relay's next start may have the new one.
 
     Args:
         patience_seconds: The longest time for which the login may be refused.

@@ -69,7 +69,7 @@ class RelayReport:
 
 
 class ClaimEvents:
-    """Collects the results of a slot's or dispatcher's claims, until it emits them as events, if a hook wants these."""
+    """Collects the results of a slot's or dispatcher's claims, and emits them as events, if a hook wants any."""
 
     def __init__(self, state: "RelayState") -> None:
         self._emit = state.emit
@@ -224,13 +224,12 @@ class RelayState:
             self.listener.wake_one(queue)
 
     def recorded(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
-        """Return `event` to be emitted.
+        """Return `event` to be emitted, with the number of parked jobs added if it is a `JobsParked`.
 
-        First record its queue, if the event says that a job there is now a suspect (ran when its relay died).
+        If the event says that a job is now a suspect (ran when its relay died), first record that its queue has one.
 
         Args:
-            parked: The number of further parked jobs (made to wait for a relay that knows their kind), which is added
-                to the number in a `JobsParked`.
+            parked: The number of further parked jobs (made to wait for a relay that knows their kind).
         """
         if isinstance(event, JobsParked):
             return replace(event, count=event.count + parked)

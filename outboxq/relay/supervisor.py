@@ -95,7 +95,17 @@ class _Child:
 
 @dataclass(slots=True)
 class _Place:
-    """One of the `processes` places of a database: it holds its running child, or the time when the next one starts."""
+    """One of the `processes` places of a database: it holds its running child, or the time when the next one starts.
+
+    Attributes:
+        restart_seconds: The pause after the next death of a child.
+        environment: The whole environment of the child.
+        database: The name of the database; empty if there is only one.
+        child: The running child; None while none runs.
+        restart_at: The time (monotonic) from which the next child may start.
+        finished: True if the child has ended by itself, and no other is to start.
+        is_wrong: True if the last child exited with "started wrongly" or "refused", and none has served since.
+    """
 
     restart_seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -112,10 +122,10 @@ class Supervisor:
     """Keeps `processes` copies of `command` running until SIGTERM or SIGINT, or until all have finished.
 
     A child that exits with 2 was started wrongly, and one that exits with 4 has a login that the database refuses: no
-    restart with the same environment helps, and this process ends with that code. With several databases, one may be
-    repaired while others work, so its children are started again after pauses. A child that exits with 3 had a handler
-    that could not be freed: it is replaced at once. Any other child is replaced after pauses that double. A second
-    signal kills the children and ends this process by that signal.
+    restart with the same environment helps, and this process ends with that code. With several databases, one of them
+    may be repaired while relays of the others work, so its children are started again after pauses. A child that exits
+    with 3 had a handler that could not be freed: it is replaced at once. Any other child is replaced after pauses that
+    double. A second signal kills the children and ends this process by that signal.
 
     Args:
         command: Stops when the pipe `OUTBOXQ_PARENT_PIPE` is closed (`outboxq.relay.signals.stop_when_parent_dies`),
@@ -130,6 +140,8 @@ class Supervisor:
         stall_seconds: A child that sent beats, and then none for this long, is killed and replaced. 0: never.
         health_path: The file to which the state of this process and its children is written, once a second.
         metrics: Adds up the children's counts, if they are to send them.
+        first_restart_seconds: The first pause before a child is replaced.
+        restart_cap_seconds: The longest pause.
         well_after_seconds: After a child that lived this long, the next restart is quick again.
 
     Raises:

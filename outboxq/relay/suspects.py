@@ -1,7 +1,7 @@
 """Suspects: jobs that ran when their relay died, and may have caused that. One slot of a process at a time runs them.
 
-A dispatcher runs several suspects together if each of them was there for only one death of a relay, because a
-dispatcher has many calls, of which most did not cause the death.
+A dispatcher runs several suspects together if each of them was there for only one death of a relay. A dispatcher has
+many calls, and most of the calls did not cause the death.
 """
 
 import logging
@@ -111,7 +111,7 @@ class QuarantineTurns:
     def record_refusal(self, queue: str, error: BaseException) -> None:
         """Log that a suspect (a job that ran when its relay died) could not be claimed.
 
-        It is not lost: the next beat of the relay's lease finds its queue again.
+        The suspect is not lost: the next beat of the relay's lease finds its queue again.
         """
         logger.warning("suspects of queue %r could not be claimed: %s", queue, describe_refusal(error))
 

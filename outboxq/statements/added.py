@@ -1,7 +1,7 @@
 """SQL expressions for the order in which the jobs of one coalescing key were added: by `seq`, and not by the clock.
 
-A job that goes back to its queue gets a new `seq`. So its header keeps the number that it had first, or the number of
-the newer job whose arguments it took over.
+By this order, coalescing finds the newest of the jobs that it merges. A job that goes back to its queue gets a new
+`seq`. So its headers keep its first `seq`, or the number of the newer job whose arguments it took over.
 """
 
 from typing import LiteralString
@@ -14,9 +14,9 @@ _MOST_DIGITS: LiteralString = "18"
 
 
 def added_order(row: LiteralString) -> LiteralString:
-    """Return an SQL expression for a job's number in the order of adding: from its header, or else its `seq`.
+    """Return an SQL expression for a job's number in the order of adding: from its headers, or else its `seq`.
 
-    `row` is the alias of the job's row in the statement.
+    By this number, coalescing finds the newest job of a key. `row` is the alias of the job's row in the statement.
     """
     header = f"{row}.headers->>{_ADDED}"
     return (
@@ -28,9 +28,9 @@ def added_order(row: LiteralString) -> LiteralString:
 def headers_with_order(row: LiteralString, order: LiteralString | None = None) -> LiteralString:
     """Return an SQL expression for a job's headers, with its number in the order of adding if it needs one.
 
-    A job needs one if it has a coalescing key (waiting jobs of the same key are merged into one run). A number that the
-    headers already contain stays; a missing one is `seq`, or the expression `order` if given. `row` is the alias of the
-    job's row in the statement.
+    A job needs the number if it has a coalescing key (waiting jobs of the same key are merged into one run). A number
+    that the headers already contain stays; a missing one is `seq`, or the expression `order` if given. `row` is the
+    alias of the job's row in the statement.
     """
     order = f"{row}.seq" if order is None else order
     return (

@@ -18,9 +18,9 @@ _IS_NO_SUSPECT = sql.SQL("job.state IN ('ready', 'scheduled', 'grouped')")
 def dead_letter_row(schema: str, job_id: UUID, condition: sql.Composable, reason: str) -> str:
     """Return SQL that turns the job into a dead letter, if `condition` holds and no other transaction has locked it.
 
-    It returns a row for the new dead letter, with the columns of a row of `lease.reap`: id, queue, kind, crashes, and
-    true. No row if there is no such job. If a dead letter has the id already, the new one gets another id. Index: the
-    primary keys.
+    It is for a job whose row makes other statements fail. It returns one row for the new dead letter: its id, queue,
+    kind and crashes, and true, as `lease.reap` does. It returns no row if there is no such job. If a dead letter has
+    the id already, the new one gets another id. Index: the primary keys.
     """
     return render(
         schema,
@@ -47,15 +47,18 @@ SELECT id, queue, kind, crashes, true FROM dead""",
 
 
 def select_kind(schema: str, job_id: UUID) -> str:
-    """Return SQL that selects the kind of a job that waits or runs: one row. Index: the primary key; no locks."""
+    """Return SQL that selects the kind of a job that waits or runs, for a log line about the job: one row.
+
+    Index: the primary key; no locks.
+    """
     return render(schema, "SELECT job.kind FROM {job} AS job WHERE job.id = {id}", id=job_id)
 
 
 def postpone_row(schema: str, job_id: UUID, seconds: float) -> str:
-    """Return SQL that postpones the job by `seconds`: one row (its id and kind). Later jobs of its group wait for it.
+    """Return SQL that postpones by `seconds` a job that cannot be claimed: one row (its id and kind).
 
-    No row is returned, and nothing changes, if the job is leased, or a suspect (it ran when its relay died), or if
-    another transaction has locked it. Index: the primary key.
+    Later jobs of its group wait for it. No row is returned, and nothing changes, if the job is leased, or a suspect (it
+    ran when its relay died), or if another transaction has locked it. Index: the primary key.
     """
     return render(
         schema,

@@ -1,6 +1,6 @@
 """The table `audit`: a row for each action of an operator, written in the transaction that makes the action's change.
 
-An action that changes many rows does so in pages, a transaction each; its row has its progress.
+An action that changes many rows does so in pages, a transaction each; the action's row contains its progress.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ from outboxq.tables import audit
 
 @dataclass(frozen=True, slots=True)
 class AuditFilter:
-    """A filter for rows of the audit; without any value, it matches all of them.
+    """A filter for rows of the audit (operators' actions); without any value, it matches all of them.
 
     `since`: only rows written at that time or later. `action`: the whole name of an action, such as `dead.retry`, or
-    the part of the name before the dot.
+    the part of the name before the dot. `actor`: the actor's whole name.
     """
 
     since: datetime | None = None
@@ -82,7 +82,7 @@ def may_read(schema: str) -> TextClause:
 
 
 def last_on(target: str) -> Select[Any]:
-    """Select the newest row of the audit that changed something on `target`; at most one row.
+    """Select the newest row of the audit for an action that changed `target`, such as a job's id; at most one row.
 
     Only the last `LOOKED_AT` actions are searched. Index: audit_at, backwards; no locks.
     """
@@ -120,23 +120,23 @@ def add_entry(values: Mapping[str, Any], *, finished: bool) -> Executable:
 def lock_entry(entry: UUID, *, skip_locked: bool) -> Executable:
     """Return SQL that locks and selects the audit's row of a change of many rows: one row, with the change's progress.
 
-    While a page of the change is in progress, the row is locked by it: this statement waits for the page's end, or with
-    `skip_locked` returns no row. Index: the primary key. Locks: the row, FOR UPDATE, so that pages of one change follow
-    one another.
+    Each page of the change locks this row first, so that the pages follow one another. If a page is in progress, the
+    statement waits for that page's end, or with `skip_locked` returns no row. Index: the primary key. Locks: the row,
+    FOR UPDATE.
     """
     shown = (audit.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))
     return select(*shown).where(audit.c.id == entry).with_for_update(skip_locked=skip_locked)
 
 
 def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, finished: bool) -> Executable:
-    """Return SQL that adds one page's counts to the audit's row of a change, and the position of the next page.
+    """Return SQL that adds one page's counts, and the next page's start, to the audit's row of a change of many rows.
 
-    It is sent after `lock_entry`, in the page's transaction.
+    Send it after `lock_entry`, in the page's transaction.
 
     Args:
         changed: The number of rows that the page changed.
         held: The number of rows that the page skipped, because other transactions had locked them.
-        position: The last id of the page; None leaves the position unchanged.
+        position: The last id of the page, after which the next page starts; None leaves the position unchanged.
         finished: True for the last page of the change.
 
     Index: the primary key.

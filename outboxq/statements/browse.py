@@ -74,7 +74,7 @@ def newest_entries(
 
 
 def end_of_walk(rows: Table, *, before: UUID | None, depth: int) -> Executable:
-    """Select the last of the `depth` highest ids below `before`: the next page begins there.
+    """Select the id at which the next page of a list begins: the last of the `depth` highest ids below `before`.
 
     No row if fewer rows are left. Index: the primary key, backwards.
     """
@@ -83,9 +83,9 @@ def end_of_walk(rows: Table, *, before: UUID | None, depth: int) -> Executable:
 
 
 def documents_of(rows: Table, ids: Sequence[UUID], *, most_bytes: int) -> Executable:
-    """Select id, arguments and headers of the rows with these ids, except rows in which one exceeds `most_bytes`.
+    """Select id, arguments and headers of the rows with these ids, which a list shows.
 
-    Index: the primary key; no locks.
+    Rows whose arguments or headers are longer than `most_bytes` are left out. Index: the primary key; no locks.
     """
     short = [pg.octet_length(cast(rows.c[name], Text())) <= most_bytes for name in ("args", "headers")]
     return select(rows.c.id, rows.c.args, rows.c.headers).where(rows.c.id.in_(list(ids)), *short)
@@ -94,8 +94,8 @@ def documents_of(rows: Table, ids: Sequence[UUID], *, most_bytes: int) -> Execut
 def effects_after(wanted: EffectFilter, *, after: tuple[str, str] | None, limit: int, depth: int) -> Executable:
     """Select the effects (recorded calls of other services) that match, in the order of scope and key.
 
-    Only the `depth` effects that follow the scope and key `after` are read. Index: the primary key, from `after`; for
-    effects of unknown outcome effect_unknown, all of it.
+    Only the `depth` effects that follow the scope and key `after` are read. Index: the primary key, from `after`; if
+    `wanted` has the status `unknown`, the index effect_unknown, all of it.
     """
     shown = effect_admin.SUMMARY_COLUMNS
     start = (
@@ -137,8 +137,8 @@ def latest_messages(wanted: MessageFilter, *, limit: int, depth: int) -> Executa
 def gauges_since(queue: str | None, *, seconds_ago: float) -> Executable:
     """Select the gauges (numbers of jobs by state, written each minute) of a queue, or their sums over all queues.
 
-    A row for each minute since `seconds_ago`; its column `at` is the beginning of the minute, in seconds since 1970.
-    Index: the primary key, from then on.
+    There is a row for each of the last minutes, from `seconds_ago` before now. Its column `at` is the beginning of the
+    minute, in seconds since 1970. Index: the primary key, from the first of these minutes on.
     """
     since = pg.statement_timestamp() - pg.make_interval(0, 0, 0, 0, 0, 0, seconds_ago)
     counts = ("ready", "scheduled", "due", "leased", "suspect", "dead")

@@ -14,7 +14,7 @@ pg = func.pg_catalog
 
 
 def count() -> Function[int]:
-    """Return the SQL expression `count(*)`."""
+    """Return the SQL expression `pg_catalog.count(*)`, which no other function in the search path can replace."""
     return pg.count(literal_column("*"), type_=BigInteger())
 
 

@@ -1,7 +1,8 @@
-"""Settings that make the planner use indexes, even if statistics or a stored plan come from a time with an empty table.
+"""Settings of a transaction with which the planner walks indexes instead of scanning the table.
 
-`BY_INDEX` also gives a sort such a high cost that the server would compile the plan (JIT), which takes long. So a
-statement that must sort uses only `NO_SCANS`.
+Statistics, or a stored plan, may come from a time when the table was empty. `NO_SCANS` forbids sequential scans,
+`BY_INDEX` also forbids sorts. A statement that must sort uses only `NO_SCANS`: with `BY_INDEX` its sort would get such
+a high cost that the server would compile the plan (JIT), which takes long.
 """
 
 from typing import LiteralString

@@ -102,13 +102,13 @@ _NONE_LEFT: LiteralString = "NOT EXISTS (SELECT FROM {job} WHERE batch_id = {id}
 # Making the text costs more than the check, and a batch's members usually follow one another.
 @lru_cache(64)
 def finish_batches(schema: str, ids: frozenset[UUID]) -> tuple[str, ...]:
-    """Return SQL that adds the callbacks of those of these callback batches that have ended, and deletes their rows.
+    """Return SQL that adds the callback jobs of those of these callback batches that have ended, and deletes them.
 
     Send it as a separate transaction after the COMMIT that ended members: before that COMMIT, two members that end at
-    the same time would each still see the other. It returns one row, a JSON list: for each callback its id, which is
-    the batch's, its queue, its kind, and the number of dead letters in the batch. Index: for each batch job_batch,
-    backwards, one probe; for those without members the primary key of `batch`, batch_parent and dead_job_batch. Locks:
-    the rows of ended batches; waits for a check that holds one already.
+    the same time would each still see the other. It returns one row, a JSON list with an item for each callback: its
+    id, which is also the batch's id, its queue, its kind, and the number of dead letters in the batch. Index: for each
+    batch job_batch, backwards, one probe; for those without members the primary key of `batch`, batch_parent and
+    dead_job_batch. Locks: the rows of ended batches; waits for a check that holds one already.
     """
     # Always in one order: each check locks its batches in the order in which it finds them.
     in_order = sorted(ids)
@@ -121,10 +121,11 @@ def finish_batches(schema: str, ids: frozenset[UUID]) -> tuple[str, ...]:
 def sweep_batches(schema: str, after: UUID, limit: int) -> str:
     """Return SQL that adds the callbacks of ended batches that were missed, among the next `limit` ones after `after`.
 
-    A batch is missed if its last member's relay died between COMMIT and `finish_batches`, or if an operator, a reaper
-    or a relay of an older version removed its members. It returns one row: how many batches were checked, the last
-    one's id as text, or NULL, and how many had ended. Index: the primary key of `batch` from `after` on; the others are
-    those of `finish_batches`.
+    A batch is missed if its last member's relay died between COMMIT and `finish_batches`. It is also missed if its last
+    members were removed by an operator, by a relay of an older version, or when they became dead letters because their
+    relays had died. It returns one row: the number of batches checked, the id of the last of these as text, or NULL,
+    and the number of batches that had ended. Index: the primary key of `batch` from `after` on; the others are those of
+    `finish_batches`.
     """
     return _finish(
         schema,
@@ -141,7 +142,10 @@ def sweep_batches(schema: str, after: UUID, limit: int) -> str:
 
 
 def batch_page(schema: str, after: UUID, limit: int) -> str:
-    """Select the ids, as text, of the next `limit` open batches after `after`. Index: the primary key; no locks."""
+    """Select the ids, as text, of the next `limit` open batches after `after`, to check them one by one.
+
+    The pruner does so if `sweep_batches` fails for them together. Index: the primary key; no locks.
+    """
     return render(
         schema,
         "SELECT id::text FROM {batch} WHERE id > {after}::uuid ORDER BY id LIMIT {limit}",

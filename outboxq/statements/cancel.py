@@ -1,8 +1,8 @@
-"""Cancellations of running jobs, and their outcomes.
+"""Requests to cancel running jobs, and the outcomes of these requests.
 
-A request is a row. The relay that runs the job ends it and deletes the request in one transaction. So if both are gone,
-the job was cancelled; if only the request is left, the job ended by itself. A producer may add a job of the same id
-later: a request counts only for the job that existed when it was made.
+A request is a row. The relay that runs the job ends the job and deletes the request in one transaction. So if both are
+gone, the job was cancelled; if only the request is left, the job ended by itself. A producer may add a job of the same
+id later: a request counts only for the job that existed when the request was made.
 """
 
 from collections.abc import Sequence
@@ -53,9 +53,9 @@ COUNTS: LiteralString = (
 def request(ids: Sequence[UUID], outcome: str) -> Executable:
     """Return SQL that requests the cancellation of these jobs: a row (the id) for each of them that exists.
 
-    A relay that is ending a job keeps the row of the job's request locked until COMMIT. This statement does not wait
-    for that: an existing request stays as it is, except that another `outcome` is written if the row is not locked. If
-    the relay rolls back, the request remains.
+    It adds a request for each job. An existing request only gets the new `outcome`, unless its row is locked. A relay
+    that is ending a job keeps the request locked until COMMIT, and this statement does not wait for that; if the relay
+    rolls back, the request remains.
 
     Index: both primary keys. Locks: the requests that are new, or replace one for an earlier job of the same id; those
     with another outcome, skipping rows that other transactions hold.
@@ -85,11 +85,11 @@ def request(ids: Sequence[UUID], outcome: str) -> Executable:
 
 
 def take_request(job_id: UUID, created_at: datetime | None) -> Executable:
-    """Return SQL that deletes a job's cancellation request.
+    """Return SQL that deletes a job's cancellation request, in the transaction that ends the job.
 
-    It returns one row (the outcome that it requested), or none without a request. It is sent in the transaction that
-    ends the job. A request for an earlier job of the same id is also deleted, and its outcome is NULL. Index: the
-    primary key. Locks: the row, which operators and the pruner hold for a moment at most.
+    It returns one row with the outcome that was requested, or no row without a request. A request for an earlier job of
+    the same id is also deleted, and its outcome is returned as NULL. Index: the primary key. Locks: the row, which
+    operators and the pruner hold for a moment at most.
 
     Args:
         created_at: The time when the job was added; None if a request counts whenever it was made.
@@ -139,9 +139,9 @@ def drop_free_requests(ids: Sequence[UUID]) -> Delete:
 def cancel_waiting(ids: Sequence[UUID], *, leased: bool = False, asked: bool = False) -> Executable:
     """Return SQL that deletes those of these jobs that wait.
 
-    It returns the rows of `page_outcome`, which say if each was deleted. Index, locks and bound are those of
-    `pick_page`. A job that a relay has leased is not locked, unless `leased`: the relay may have locked the job's
-    request and wait for the job, while this transaction waits for the request.
+    It returns the rows of `page_outcome`, which say if each job was deleted. Index, locks and bound are those of
+    `pick_page`. Unless `leased`, it locks no job that a relay has leased, because of a possible deadlock: the relay may
+    have locked the job's request and wait for the job, while this transaction waits for the request.
 
     Args:
         leased: True to delete leased jobs too: their handlers go on, and their results are refused.
@@ -242,11 +242,12 @@ FROM its CROSS JOIN LATERAL (
 
 
 def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
-    """Return a script that counts the other jobs in the transaction that runs a job: to end its backend ends them too.
+    """Return a script that counts the other jobs that run in the same transaction as a job.
 
-    It selects one row: the number, and true if the number is certainly exact. A claim takes jobs that follow one
-    another in its order, so only `most` jobs on each side of this one are checked. Index: the primary key, then
-    job_ready, job_scheduled or job_group, forwards and backwards. No locks.
+    An operator who ends the job's backend ends these jobs too, and sees their number before. The script selects one
+    row: the number, and true if the number is certainly exact. A claim takes jobs that follow one another in its order,
+    so only `most` jobs on each side of this one are checked. Index: the primary key, then job_ready, job_scheduled or
+    job_group, forwards and backwards. No locks.
     """
     walks = (_walk(schema, *order, most, backwards) for order in _ORDERS for backwards in (False, True))
     looked = render(schema, _SHARING, id=job_id, most=most, walks=sql.SQL("\n  UNION ALL\n  ").join(walks))
@@ -256,11 +257,11 @@ def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
 def _walk(
     schema: str, eligible: LiteralString, columns: tuple[LiteralString, ...], most: int, backwards: bool
 ) -> sql.Composed:
-    """Return a query over the `most` jobs next to a job in an order of claims: one row, the numbers `looked`, `found`.
+    """Return a query that counts, among the `most` jobs next to a job, those that run in the same transaction.
 
-    `looked` counts the jobs that were read, `found` those of them whose `xmax` is the job's, which means that the same
-    transaction runs them. The jobs read are those from the job on, or with `backwards` those before it; none if the job
-    is not in that order.
+    The jobs read are those after the job in an order of claims (`eligible`, `columns`), or with `backwards` those
+    before it; none if the job is not in that order. The query returns one row: `looked`, the number of jobs read, and
+    `found`, the number of these whose `xmax`, the id of the transaction that runs them, is the job's.
     """
 
     def of(row: LiteralString, text: LiteralString) -> sql.Composed:

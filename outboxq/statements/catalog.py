@@ -1,7 +1,7 @@
 """Catalog queries that show if changes of a table's rows may be postponed, and several sent as one UPDATE.
 
-A relay does so with changes that a handler makes through its session. Every role can read the catalogs. No locks except
-those of any catalog read.
+A relay does so, to save round trips, with changes that a handler makes through its session. Every role can read the
+catalogs. No locks except those of any catalog read.
 """
 
 from psycopg import sql

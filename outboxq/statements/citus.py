@@ -1,9 +1,9 @@
-"""The state of Citus in a database: if it manages outboxq's own tables, and if each of these has its two-phase trigger.
+"""The state of Citus in a database: if it manages outboxq's own tables, and if these have their two-phase triggers.
 
 Citus commits a transaction with rows on a single worker there first, and then on the coordinator, where outboxq's
 tables are: after a crash between both, a handler's rows could be committed while its job runs again. So migrations
-install a trigger (the "guard") on those of outboxq's tables that users' transactions write. It also writes to a table
-that Citus manages, so that Citus uses two-phase commit.
+install a trigger on those of outboxq's tables that users' transactions write. The trigger also writes to a table that
+Citus manages, so that Citus uses two-phase commit.
 """
 
 from sqlalchemy import TextClause, text

@@ -1,7 +1,8 @@
 """The claim: takes waiting jobs out of the table, in the transaction that will also write the rows of their handlers.
 
-There is one statement for each sort of jobs, mode and kind of limit. To parse and plan it takes as long as to execute
-it, so a relay's connection prepares it once and executes it by name; if that is impossible, it is sent as text.
+There is one statement for each sort of jobs, mode and kind of limit. Parsing and planning a claim takes as long as
+executing it. So a relay's connection prepares it once and executes it by name; if that is impossible, it is sent as
+text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,8 @@ _XID: LiteralString = "(next_xid - distance)::text::xid8"
 def _of_last_transaction(known: LiteralString, unknown: LiteralString) -> LiteralString:
     """Return an SQL condition on the transaction that last deleted or locked this version of a job's row (its `xmax`).
 
-    If there is no such transaction, the condition is false.
+    It shows if an earlier claim of the job failed, or still goes on. If there is no such transaction, the condition is
+    false.
 
     Args:
         known: The SQL condition to use if that transaction's id is less than the next id that the server will give.
@@ -172,7 +174,7 @@ class ClaimTexts(NamedTuple):
 
     Attributes:
         claim: The statement that claims jobs.
-        clearing: A statement that only locks the jobs that the claim would pick.
+        clearing: A statement that only locks the jobs that the claim would pick, to overwrite marks in their rows.
         one: The statement that claims one job by its id.
         name, definition: The name of the claim as a prepared statement, and the PREPARE statement for it.
     """
@@ -186,9 +188,13 @@ class ClaimTexts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClaimScript:
-    """The SQL to claim the jobs of one sort of a queue.
+    """The SQL to claim the jobs of one sort of a queue, which a relay sends at each poll.
+
+    `by_seq` and `takes_firsts` are True in `GroupScript`: its jobs run in the order of `seq`, not of priorities, and a
+    claim that took few jobs may have left some.
 
     Args:
+        texts: The SQL texts, in which the values below are filled in.
         queue: The queue's name, as an SQL literal.
         is_keyed: True if the claim may start after a cursor (the last job claimed), to skip the rows of claimed jobs
             that are not vacuumed yet.
@@ -197,9 +203,9 @@ class ClaimScript:
             limit is reached; if the limit counts leased jobs, it takes only as many as there is room for.
         lock: Statements to send before the claim, for a limit that counts leased jobs; pairs of a label and SQL.
         name: The name under which a connection prepares the claim.
-        for_many: The claim of more than `FEW` jobs, which stops after `BUDGET_KILOBYTES` of arguments. It, and a claim
-            that counts leased jobs, return an additional last column: the room under the limit, or 0 if it stopped at
-            the budget; NULL if neither stopped it.
+        for_many: The script for claims of more than `FEW` jobs, which stop after `BUDGET_KILOBYTES` of arguments. Its
+            claim, and one that counts leased jobs, return an additional last column: 0 if the claim stopped at the
+            budget, otherwise the room under the limit; NULL without either.
     """
 
     # True if its jobs run in the order of their priorities. A claim that took fewer jobs than its limit left none.
@@ -232,8 +238,8 @@ class ClaimScript:
     def parts(self, limit: int, cursor: Cursor | None, server: ServerSession) -> list[tuple[str, str]]:
         """Return the statements of a claim for this session, as pairs of a label and SQL.
 
-        The one labelled "claim" returns the jobs. The claim is executed by its name, after a PREPARE if this session
-        has not prepared it; then it always walks its index. If the session cannot prepare statements, the claim is sent
+        The one labelled "claim" returns the jobs. It executes a prepared statement, after a PREPARE if this session has
+        not prepared that; it then always walks its index. If the session cannot prepare statements, the claim is sent
         as text. After the claim, planner settings in the transaction are those of role and database, without the
         session's SETs; for a leasing claim the caller adds COMMIT.
 
@@ -257,16 +263,17 @@ class ClaimScript:
             server.claims.succeeded(self.name)
 
     def failed(self, error: BaseException, server: ServerSession) -> bool:
-        """Return True if a claim failed only because its session had, or had not, prepared it: another try may succeed.
+        """Return True if a claim failed only because its prepared statement was lost, outdated or there already.
 
-        It also records in `server` that the next try must prepare the claim again, or send it as text.
+        Another try may succeed then. The method also records in `server` how to send it: prepared again, or as text.
         """
         return bool(self.name) and server.claims.failed(error, self.name)
 
     def one(self, job_id: UUID) -> str:
         """Return SQL that claims one job by its id, even if the queue is at its limit.
 
-        It tests if the job's row can be claimed at all: the job does not run. Index: the primary key, or the claim's.
+        It tests if the job's row can be claimed at all: the caller undoes the claim, and the job does not run. Index:
+        the primary key, or the claim's.
         """
         return _filled(self.texts.one, [*self._arguments(1), f"'{job_id}'"])
 
@@ -306,11 +313,11 @@ class ClaimStatements:
 
     Index: ready jobs by job_ready, due ones by job_scheduled, suspects by job_suspect.
 
-    A suspect is a job that ran when its relay died. A relay in lease mode dies with many jobs, few of which are the
-    cause. So there are two sorts of suspects: those whose relay died once are claimed together, and no crash is counted
-    for them; those whose relay died more often run alone, one at a time, and the claim counts a crash. `lease_suspect`,
-    for transaction mode, claims any suspect and counts a crash: there a claim's jobs become suspects without a record
-    of the death in their `errors`.
+    A suspect is a job that ran when its relay died. A relay in lease mode dies with many jobs, and few of these are the
+    cause. So `lease_suspects_in_company` claims suspects whose relay died once together, and counts no crash.
+    `lease_suspect_alone` claims a suspect whose relay died more often; it runs alone, and the claim counts a crash.
+    `lease_suspect`, for transaction mode, claims any suspect and counts a crash: in that mode a suspect's `errors` have
+    no record of the death.
 
     Args:
         owner: The relay's lease; None for transaction mode only.
@@ -376,7 +383,11 @@ _ALONE: _Eligible = (f"state = 'suspect' AND {MORE_DEATHS}", "seq")
 def _texts(
     schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool | None, *, is_budgeted: bool = False
 ) -> ClaimTexts:
-    """Return the texts of the claim of one sort of jobs; it checks the queue's limit unless `counts_leases` is None."""
+    """Return the SQL texts of the claim of one sort of jobs.
+
+    The claim checks the queue's limit unless `counts_leases` is None. With `is_budgeted` it stops after
+    `BUDGET_KILOBYTES` of arguments.
+    """
     eligible, order = sort
     # A relay whose lease expired, because it was stopped or cut off, claims nothing: other relays would reap the jobs
     # at once.
@@ -440,17 +451,20 @@ def _action(
 
 
 def counted_columns(*, crashed: bool) -> LiteralString:
-    """Return, as SQL, the columns that a claim under a lease returns of a job, from the row as the claim updated it.
+    """Return, as SQL, the columns of a job that a claim under a lease returns, from the row as the claim updated it.
 
-    So the number of attempts already includes this one. For a suspect (`crashed`: it ran when its relay died) the claim
-    has added a crash; the returned number is that from before.
+    So the number of attempts already includes this one. With `crashed` the claim of a suspect (a job that ran when its
+    relay died) has added a crash; the returned number of crashes is that from before.
     """
     columns = COLUMNS.replace(_ATTEMPT, "claimed.attempt")
     return columns.replace("claimed.crashes", "claimed.crashes - 1") if crashed else columns
 
 
 def claim_by_id(schema: str, job_id: str) -> ClaimScript:
-    """Return a script that claims one job by its id; no row if the job is gone, leased, or locked elsewhere."""
+    """Return a script that claims one job by its id, to settle it after its transaction was rolled back.
+
+    No row is returned if the job is gone, leased, or locked by another transaction.
+    """
     picked: LiteralString = (
         "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
         "AND state NOT IN ('leased', 'group_leased') LIMIT 1 FOR UPDATE SKIP LOCKED)"
@@ -461,8 +475,8 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
 def adopt(schema: str, owner: UUID, queue: str) -> ClaimScript:
     """Return a script that selects the jobs of a queue that `owner` has leased, in the form of a claim's jobs.
 
-    It is for a relay whose claim was committed but not answered. It leaves out suspects, whose crashes were counted.
-    Indexes: job_leased, job_group_state, all of the leased jobs; no locks.
+    With it, a relay finds the jobs of a claim that was committed while its answer was lost. Suspects with crashes are
+    left out. Indexes: job_leased, job_group_state, all of the leased jobs; no locks.
     """
     chosen: LiteralString = (
         "SELECT 0 AS moved, {columns}, claimed.lease_token FROM {job} AS claimed "

@@ -24,8 +24,8 @@ ORDER BY jobs DESC, queue, kind, error, line LIMIT :limit"""
 def group_newest(schema: str, *, newest: int, limit: int) -> TextualSelect:
     """Count the newest `newest` dead letters by queue, kind, last error's type, and innermost line of its traceback.
 
-    The largest group comes first, a row each: queue, kind, error, line, jobs, first_died_at, last_died_at; at most
-    `limit` rows. Index: the primary key backwards, whose ids are in the order of adding; `newest` rows. No locks.
+    It returns up to `limit` rows, the largest group first: queue, kind, error, line, jobs, first_died_at, last_died_at.
+    Index: the primary key backwards, whose ids are in the order of adding; `newest` rows. No locks.
     """
     statement = text(_GROUPS.format(dead=qualified(schema, "dead_job"))).bindparams(newest=newest, limit=limit)
     return statement.columns(first_died_at=Instant(), last_died_at=Instant())

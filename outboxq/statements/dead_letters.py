@@ -69,9 +69,9 @@ class DeadFilter:
 
 
 def _shown_reason(dead: FromClause = dead_job) -> ColumnElement[str]:
-    """Return the SQL expression of the reason to show: the stored one, with the last error's message if it lacks that.
+    """Return the SQL expression of a dead letter's reason as lists show it.
 
-    The message is added if the stored reason ends with the error's type.
+    It is the stored reason. If that ends with the type of the last error, the error's message is added.
     """
     errors, reason = type_coerce(dead.c.errors, JSONB()), dead.c.reason
     kind, message = (pg.jsonb_extract_path_text(errors, "-1", name, type_=StoredText()) for name in ("type", "message"))
@@ -144,10 +144,9 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str 
     """Return SQL that turns the next page of matching dead letters into waiting jobs, with new `args` if given.
 
     Dead letters that another transaction has locked are skipped. It is one statement, so that a job is always in
-    exactly one of both tables. A dead letter stays if a job has its id (a producer chose the id twice), if it violates
-    a check of `job`, such as a length, or if a living job has its unique key: of several with one key the first is
-    retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`. The id is searched before the
-    insert, which also finds a job that a handler runs now: the insert alone would wait for the handler's end.
+    exactly one of both tables. A dead letter stays in three cases: a job has its id (a producer chose the id twice); it
+    violates a check of `job`, such as a length; or a living job has its unique key. Of several dead letters with one
+    key the first is retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`.
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     taken, blocked = take_for_dead(picked, _can_be_jobs())
@@ -172,10 +171,10 @@ def count_matching(
 ) -> Executable:
     """Count the dead letters of one part of the table that match `wanted`, by queue and kind.
 
-    With `to_retry`, those that `retry_page` refuses do not count. With `most`, only the first `most` that match are
-    counted. `stretch`: the part of the table, as conditions from `stretches`; its blocks are read. Indexes for
-    `to_retry`: the primary keys of `job` and of `unique_key`, a probe for each match (three blocks of an index), or a
-    walk through the first if the planner finds that cheaper. No locks.
+    With `to_retry`, dead letters that `retry_page` would refuse are left out. With `most`, only the first `most` that
+    match are counted. `stretch`: the part of the table, as conditions from `stretches`; its blocks are read. Indexes
+    for `to_retry`: the primary keys of `job` and of `unique_key`, a probe for each match, or a walk through the first.
+    No locks.
     """
     retried = (*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ()
     return count_kinds(dead_job, [*wanted.conditions(), *stretch, *retried], most)

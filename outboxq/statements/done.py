@@ -42,15 +42,18 @@ DETAIL_COLUMNS = ("relay", "expires_at", "stands_for", "args", "headers", "resul
 
 
 class FinishedColumns(NamedTuple):
-    """The values of several finished rows, by columns: a sequence has a value for each job, or is empty.
+    """The values of finished rows (of the table `done_job`) by columns; a relay makes them for `insert_finished`.
+
+    A sequence has a value for each job, in the same order, or is empty. Times are in seconds since 1970.
 
     Attributes:
-        queue, claimed_at: A single value for all jobs.
+        queue, claimed_at: The queue and the time of the claim, a single value for all jobs.
         queues, claims_at: The queue and the time of the claim of each job, if the jobs belong to several claims.
-        created_at, claimed_at: Seconds since 1970, which the server parses in a quarter of the time of a date.
+        id, kind, attempt, created_at: Values of each job.
+        outcome: One of `OUTCOMES` for each job.
         seconds: The handler's run time in seconds.
         args, headers, result: JSON text, for kinds that store them.
-        stands_for: The text of an array: the ids of the jobs merged into the run.
+        stands_for: The ids of the jobs merged into the run, as the text of an array.
         keep_seconds: The time in seconds until the row expires.
     """
 
@@ -109,7 +112,7 @@ ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.at
 
 
 class PreparedInsert(NamedTuple):
-    """The INSERT of finished rows as a prepared statement: its name on a connection, and its PREPARE statement."""
+    """The INSERT into `done_job`, the table of finished jobs, as a prepared statement: its name and its PREPARE."""
 
     name: str
     definition: str
@@ -118,9 +121,9 @@ class PreparedInsert(NamedTuple):
 def insert_finished(schema: str, finished: FinishedColumns, relay: UUID | None, *, gone: bool = False) -> str:
     """Return SQL that inserts finished rows; send it in the transaction that removes the jobs.
 
-    If a row with the id of a job exists, because a producer chose the id twice, it is overwritten if it has the same
-    queue and kind, otherwise it stays. Index: the primary key. Waits for a transaction that is just deleting that row:
-    no other transaction writes rows with these ids, since it would have to remove the same job.
+    If a row with the id of a job exists, because a producer chose the id twice, that row is overwritten if it has the
+    same queue and kind; otherwise it stays. Index: the primary key. The insert waits for a transaction that is just
+    deleting that row.
 
     Args:
         gone: True in a statement with a CTE `gone`: only jobs whose ids are in it get a row.
@@ -132,7 +135,7 @@ def insert_finished(schema: str, finished: FinishedColumns, relay: UUID | None, 
 def prepared_insert(schema: str) -> PreparedInsert:
     """Return a prepared statement that inserts finished rows like `insert_finished`, with one plan for any jobs.
 
-    It takes less time, but fails (23505) if a row with the id of one of the jobs exists.
+    It takes less time than `insert_finished`, but fails (23505) if a row with the id of one of the jobs exists.
     """
     types = [*_BEFORE, *(f"{type_name}[]" for type_name in _TYPES.values()), _AFTER]
     numbers = [f"${number}" for number in range(1, len(types) + 1)]
@@ -140,7 +143,12 @@ def prepared_insert(schema: str) -> PreparedInsert:
 
 
 def execute_insert(schema: str, finished: FinishedColumns, relay: UUID | None) -> str:
-    """Return the EXECUTE statement that runs `prepared_insert` with the rows of these jobs."""
+    """Return the EXECUTE statement that inserts the rows of finished jobs into the table `done_job`.
+
+    Args:
+        finished: The rows, by column.
+        relay: The id of the relay that ran the jobs, for the rows; None if it is not known.
+    """
     return f"EXECUTE {prepared_insert(schema).name} ({', '.join(_literals(finished, relay))})"
 
 

@@ -69,9 +69,9 @@ PARTS = (
 def select_effects(
     wanted: EffectFilter, part: Part, stretch: Sequence[ColumnElement[bool]], *, limit: int
 ) -> Select[Any]:
-    """Select the effects that match in a stretch (conditions from `stretches`) of the part `part`, the latest first.
+    """Select the effects that match `wanted` in one stretch of the part `part` of the table, the latest first.
 
-    Index: the part's, backwards; no locks.
+    `stretch`: conditions from `stretches`. Index: the part's, backwards; no locks.
     """
     shown = (effect.c[name] for name in SUMMARY_COLUMNS)
     return select(*shown).where(*wanted.conditions(), *stretch).order_by(part.by.desc()).limit(limit)

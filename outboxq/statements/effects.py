@@ -1,9 +1,9 @@
 """Effects: calls of other services, each recorded in a row of the table `effect`, so that it is made once.
 
-Statements to claim or take over a call, extend its lock, and record its outcome; guarded HTTP requests use the rows
-too. Each statement but `record_with_rows` is its own transaction at READ COMMITTED. The row has the caller's
-`lock_token`, a UUID: the next caller writes another one, and then the earlier caller's statements match no row. All
-times are the database's.
+Statements to claim or take over a call, extend its lock, and record its outcome; HTTP requests with an idempotency key
+use the rows too. Each statement but `record_with_rows` is its own transaction at READ COMMITTED. The row has the
+caller's `lock_token`, a UUID: the next caller writes another token, and then the earlier caller's statements match no
+row. All times are the database's.
 """
 
 from dataclasses import dataclass
@@ -48,12 +48,18 @@ _now = pg.clock_timestamp
 
 @dataclass(frozen=True, slots=True)
 class EffectState:
-    """The state of an effect after the statement `claim`, from which the caller decides if it makes the call.
+    """The state of an effect, as the statement `claim` returns it; from it the caller decides if it makes the call.
 
-    `claimed`: True if this caller is to make the call. `in_doubt`: True if an earlier call may have been applied.
-    `same_request`: True unless the claim and the stored row have different fingerprints. `known_seconds`: the seconds
-    since the first call. `locked_seconds`: the seconds until the lock expires, negative afterwards. `durably`: always
-    ignored; the statement computes it only for its side effect.
+    Attributes:
+        claimed: True if this caller is to make the call.
+        status: The stored status, `started` while a call is in progress.
+        in_doubt: True if an earlier call may have been applied.
+        provider_key: The idempotency key to send to the service.
+        same_request: True unless the claim and the stored row have different fingerprints.
+        result, error: The stored result as JSON text, and the stored error.
+        known_seconds: The seconds since the first call.
+        locked_seconds: The seconds until the lock expires, negative afterwards.
+        durably: Always ignored; the statement computes it only for its side effect.
     """
 
     claimed: bool
@@ -70,9 +76,10 @@ class EffectState:
 
 @dataclass(frozen=True, slots=True)
 class EffectLock:
-    """The lock of one caller on an effect.
+    """The lock of one caller on an effect: the effect's scope and key, and a token that only this caller uses.
 
-    After another caller has taken over, statements with this lock match no row.
+    The effect's row contains the token. After another caller has taken over, the row has another token, and statements
+    with this lock match no row.
     """
 
     scope: str
@@ -87,12 +94,12 @@ class EffectLock:
 def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease: timedelta) -> Executable:
     """Return SQL that claims the call of an effect, or takes it over from a dead caller; else it only reads the row.
 
-    It returns one row, the columns of an `EffectState`; no row only if another caller claimed the call after this
-    statement's snapshot: then send it again. Index: the primary key. Locks: the effect's row, only if the call can be
-    claimed: for a call in progress or recorded this neither locks nor waits, even while its record is being committed.
-    If the session has no lock_timeout (`select_waits_without_end`), a wait for the row ends after one second (55P03),
-    so that the caller can be cancelled between two tries. A repeated claim, whose first COMMIT was not answered, finds
-    its own token.
+    It returns one row, the columns of an `EffectState`. It returns no row only if another caller claimed the call after
+    this statement's snapshot: then send it again. Index: the primary key. Locks: the effect's row, if the call can be
+    claimed. If a call is in progress or recorded, the statement neither locks nor waits, even while its record is being
+    committed. If the session has no lock_timeout (`select_waits_without_end`), a wait for the row ends after one second
+    (55P03), so that the caller can be cancelled between two tries. If the first COMMIT was not answered, a repeated
+    claim finds its own token.
     """
     # A cast, because otherwise a driver would have to guess the type of a NULL.
     given = cast(literal(fingerprint, effect.c.fingerprint.type), effect.c.fingerprint.type)
@@ -121,7 +128,10 @@ def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease
 
 
 def _standing(lock: EffectLock, same_request: ColumnElement[bool], is_free: ColumnElement[bool]) -> CTE:
-    """Return a CTE with the effect's present row, as an `EffectState`; column `is_free`: it may be claimed."""
+    """Return a CTE for `claim`: the effect's present row as an `EffectState`, and a column `is_free`.
+
+    `is_free` is true if the call may be claimed.
+    """
     is_ours = and_(effect.c.lock_token == lock.token, effect.c.status == "started")
     return (
         select(*_state(effect, is_ours, same_request), and_(same_request, is_free).label("is_free"))
@@ -210,10 +220,11 @@ def record(
 ) -> Executable:
     """Return SQL that writes a call's outcome.
 
-    It returns one row with the stored result and error; none if another caller took over. It may be sent again, because
-    the row keeps the caller's token.
+    It returns one row with the stored result and error, or no row if another caller took over. It may be sent again,
+    because the row keeps the caller's token.
 
     Args:
+        in_doubt: True if the call may have been applied.
         keep: The time until the effect expires; None for ever, as for unsettled effects.
         unlock: True to let the next caller take over at once, False only when the lock expires.
 
@@ -228,7 +239,7 @@ def record(
 def ending(
     status: Status, *, in_doubt: bool = False, result: str | None, error: str | None, keep: timedelta | None
 ) -> dict[str, object]:
-    """Return the values, by column, to write into an effect's row when its call has ended, which unlock it at once."""
+    """Return the values, by column, to write into an effect's row when its call has ended; they also unlock the row."""
     return {
         "status": status,
         "in_doubt": in_doubt,
@@ -260,11 +271,11 @@ def _update_started(lock: EffectLock, values: dict[str, object]) -> Update:
 
 
 def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None, keep: timedelta) -> Executable:
-    """Return SQL that writes the response of a guarded HTTP request, in the transaction of its endpoint's rows.
+    """Return SQL that writes the response of an HTTP request with an idempotency key, in its endpoint's transaction.
 
     It returns one row, or none if another request took over. Index: the primary key. Locks: the effect's row, until the
-    endpoint's transaction ends: until then a retry gets the answer that the request is in progress. If the lock of the
-    effect has expired, the retry waits for the transaction's end.
+    endpoint's transaction ends. Until then a retry gets the answer that the request is in progress; but if the lock of
+    the effect has expired, the retry waits for the transaction's end.
     """
     return (
         update(effect)
@@ -277,19 +288,21 @@ def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None,
 def settle_started(
     lock: EffectLock, status: Status, *, result: str | None, error: str | None, keep: timedelta
 ) -> Executable:
-    """Return SQL that settles a guarded HTTP request in progress: one row if it did.
+    """Return SQL that settles an HTTP request with an idempotency key while it is in progress: one row if it did.
 
-    No row if another request took over, or if the outcome is recorded, or is being recorded by an open transaction,
-    whose COMMIT or ROLLBACK then decides. Index: the primary key. Locks: the effect's row, never waited for.
+    No row is returned if another request took over, or if the outcome is recorded. If an open transaction is recording
+    the outcome, no row is returned either: that transaction's COMMIT or ROLLBACK decides. Index: the primary key.
+    Locks: the effect's row, never waited for.
     """
     return _update_started(lock, ending(status, result=result, error=error, keep=keep)).returning(true())
 
 
 def release(lock: EffectLock, *, keep: timedelta) -> Executable:
-    """Return SQL that settles a guarded HTTP request that was claimed and not executed.
+    """Return SQL that settles an HTTP request with an idempotency key that was claimed and not executed.
 
-    It returns one row, none if another took over. If an earlier request is in doubt, the doubt stays: only this request
-    is known not to have been executed. Index: the primary key. Locks: the effect's row.
+    A retry may then be executed. The SQL returns one row, or none if another request took over. If an earlier request
+    is in doubt, the doubt stays: only this request is known not to have been executed. Index: the primary key. Locks:
+    the effect's row.
     """
     return (
         update(effect)

@@ -1,4 +1,4 @@
-"""Enqueue: inserts many jobs by one statement with parameters as text: an array for each column, or one value.
+"""Enqueue: inserts many jobs by one statement with parameters as text: for each column an array, or one value for all.
 
 It is the same for every driver, and needs only the right INSERT. Texts cost the interpreter least, and PostgreSQL
 parses each array once.
@@ -85,7 +85,7 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
 def arrays_of(jobs: Mapping[str, NewJob], *, flows: bool = True) -> dict[str, str]:
     """Return the parameters of the jobs, by the names in `ARRAYS`: for each column the text of an array.
 
-    Without `flows`, only the parameters for columns of all jobs: not those for keys, windows (`every`) and expiry.
+    Without `flows`, the parameters for keys, periods (`every`) and expiry are left out.
     """
     elements = {
         envelope: [_element(text) for text in _common_texts(envelope, flows=flows).values()]
@@ -133,9 +133,10 @@ def _insert(arrays: Mapping[str, TypeEngine[Any]], values: Mapping[str, TypeEngi
 
 
 def rows_of(arrays: Mapping[str, TypeEngine[Any]], place: str | None = None) -> TableValuedAlias:
-    """Return a table expression: the elements of the array parameters of these names, side by side.
+    """Return a table expression with a row for each job: the elements of array parameters, side by side.
 
-    If `place` names a column, that column numbers the rows.
+    `arrays`: the parameters' names, with the types of their elements. If `place` names a column, that column numbers
+    the rows.
     """
     parameters = [cast(bindparam(name, type_=Text()), ARRAY(kind)) for name, kind in arrays.items()]
     columns = (column(name, kind) for name, kind in arrays.items())
@@ -161,7 +162,7 @@ def job_columns(given: Mapping[str, ColumnElement[Any]]) -> dict[str, ColumnElem
 
 
 def _flow_columns(given: Mapping[str, ColumnElement[Any]], state: ColumnElement[str]) -> dict[str, ColumnElement[Any]]:
-    """Return the columns of a job that may have keys, a window (`every`) or an expiry; also its state and due time."""
+    """Return the columns that a job with keys, a period (`every`) or an expiry needs, and its state and due time."""
     now = pg.clock_timestamp()
     # The next boundary on a clock that all producers share, so that each window has one run, after its last job.
     boundary = pg.date_bin(given["every"], now, literal_column("timestamptz 'epoch'")) + given["every"]
@@ -186,7 +187,10 @@ _FLOW_MIXED = _insert(ARRAYS, {})
 
 
 def _common_texts(envelope: JobEnvelope, *, flows: bool) -> dict[str, str | None]:
-    """Return the envelope's values as text, in the order of `_COMMON`; with `flows` also those of `_COMMON_FLOW`."""
+    """Return the values that all jobs of an envelope have in common, as text, by their names in `_COMMON`.
+
+    With `flows` also those in `_COMMON_FLOW`: the period `every` and the expiry.
+    """
     texts = {
         "queue": envelope.queue,
         "kind": envelope.kind,

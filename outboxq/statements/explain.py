@@ -1,8 +1,8 @@
 """Explain: queries for the reason why a job or a queue does not run. They read one row, or an index's first entries.
 
-No locks. A running job was deleted by a transaction that is still open, and a job that a session has locked looks the
-same: the row's `xmax` is the id of the transaction, or of one of its savepoints. Each has a lock on its own id, which
-leads to the session; the lock of a prepared transaction has no session.
+No locks. The row of a running job was deleted by a transaction that is still open; a job that a session has locked
+looks the same. In both cases the row's `xmax` is the id of the transaction, or of one of its savepoints. Each has a
+lock on its own id, which leads to the session; the lock of a prepared transaction has no session.
 """
 
 from typing import Any
@@ -92,7 +92,8 @@ FROM {batch} AS batch """
 def batch_facts(schema: str, batch_id: UUID) -> TextClause:
     """Select the kind and queue of an open callback batch's callback job, and the number of the batch's jobs left.
 
-    The callback job is added when none is left, with the batch's id. Index: the primary key, and job_batch; one row.
+    It explains why the callback job does not exist yet: that job is added, with the batch's id, when none is left.
+    Index: the primary key, and job_batch; one row.
     """
     statement = _BATCH.format(job=qualified(schema, "job"), batch=qualified(schema, "batch"))
     return text(f"{statement}WHERE batch.id = CAST(:batch_id AS uuid)").bindparams(
@@ -116,7 +117,10 @@ def batches_into(schema: str, queue: str) -> TextClause:
 
 
 def writers(schema: str) -> TextClause:
-    """Select sessions whose open transaction may have added jobs, the oldest first. Bound: 100 rows."""
+    """Select sessions whose open transaction may have added jobs, which are not visible yet, the oldest first.
+
+    Bound: 100 rows.
+    """
     return text(
         """\
 SELECT activity.pid, activity.application_name, activity.state,
@@ -272,7 +276,10 @@ ORDER BY {added_order("found")} DESC, seq DESC LIMIT 1"""
 
 
 def busiest_relays() -> TextClause:
-    """Select the relays' 3 connections with the oldest transactions, and the age of each in seconds."""
+    """Select the relays' 3 connections with the oldest transactions, and the age of each in seconds.
+
+    `explain` says by them what keeps relays busy.
+    """
     return text(
         """\
 SELECT pid, extract(epoch FROM pg_catalog.clock_timestamp() - xact_start)::float8 AS seconds

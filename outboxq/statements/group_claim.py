@@ -1,8 +1,8 @@
 """The claim of grouped jobs: one at a time of each group, in the order of `seq`.
 
-Two statements in one string. The first one walks over the groups and locks some of them; the second one takes a new
-snapshot, with the locks held, and picks jobs. In a single statement, the snapshot could be older than the lock: then
-another relay's lease committed in between would not be seen, and two jobs of a group would run at the same time.
+A claim is two statements in one string. The first one walks over the groups and locks some of them; the second one
+takes a new snapshot, with the locks held, and picks jobs. In a single statement, the snapshot could be older than the
+lock, and miss a lease that another relay committed in between: two jobs of a group would run at the same time.
 
 The locks are advisory ones of the transaction. In transaction mode they are held while the jobs run; in lease mode they
 are held up to the claim's COMMIT, and then the leased row itself keeps other claims from its group. Both modes check
@@ -10,9 +10,9 @@ for a leased job, because suspects (jobs that ran when their relay died) always 
 have the same hash only wait for each other.
 
 If a queue lets N jobs of a group run at a time, a group has N locks. A claim in transaction mode holds the first free
-one, and takes no jobs if its number is above N minus the leased jobs. A claim under a lease needs the last lock, which
-excludes other such claims, and the lock whose number is N minus the leased jobs, which no transaction may use from then
-on.
+one, and takes no jobs if its number is above N minus the leased jobs. A claim under a lease needs two locks: the last
+one, which excludes other such claims, and the one whose number is N minus the leased jobs, which no transaction may use
+from then on.
 """
 
 import json
@@ -206,7 +206,8 @@ class Look:
 class GroupScript:
     """The SQL to claim jobs of a queue's groups.
 
-    It is sent as text and not prepared, because the planner must see the group's key at which the walk begins.
+    It is sent as text and not prepared, because the planner must see the group's key at which the walk begins. `name`,
+    `by_seq` and `takes_firsts` have the same meaning as in `ClaimScript`.
 
     Args:
         owner: The lease under which the jobs run; None in transaction mode.
@@ -251,11 +252,12 @@ class GroupScript:
         return lock_claims(self.schema, self.queue) if is_counted else ()
 
     def text(self, limit: int, after: str = "") -> str:
-        """Return the SQL text of a claim of up to `limit` jobs: of groups after the key `after`, then of the others.
+        """Return the SQL text of a claim of up to `limit` jobs.
 
-        Indexes: job_group, an entry for each of up to `GROUPS_SEEN` groups, and the jobs that are taken;
-        job_group_state, the leased jobs of the queue; the primary key. Locks: the groups, by advisory locks, and the
-        jobs, skipping those that another transaction holds; never waits.
+        It walks over the groups after the key `after`, and then over the others. Indexes: job_group, an entry for each
+        of up to `GROUPS_SEEN` groups, and the jobs that are taken; job_group_state, the leased jobs of the queue; the
+        primary key. Locks: the groups, by advisory locks, and the jobs, skipping those that another transaction holds;
+        never waits.
         """
         return "; ".join(statement for _, statement in self.parts(limit, after))
 
@@ -304,7 +306,14 @@ AnyScript: TypeAlias = claim.ClaimScript | GroupScript
 
 
 class _Texts(NamedTuple):
-    """The SQL texts of a script's claim; control characters mark the places of its limit and of its first group."""
+    """The SQL texts of a script's claim; control characters mark the places of its limit and of its first group.
+
+    Attributes:
+        limited: The statements to send before, for a limit that counts leased jobs; pairs of a label and SQL.
+        lock: The statement that walks over the groups and locks some of them.
+        claim: The statement that claims jobs of the locked groups.
+        clearing: In place of `claim`, a statement that only locks the jobs.
+    """
 
     limited: tuple[tuple[str, str], ...]
     lock: str
@@ -396,11 +405,11 @@ def _action(script: GroupScript) -> str:
 
 
 def bring_back(schema: str, queue: str) -> str:
-    """Return SQL that moves due jobs, which later jobs of their groups have passed, to the ends of these groups.
+    """Return SQL that moves jobs that are due again to the ends of their groups, after later jobs have passed them.
 
     It returns the number of moved jobs. Index: job_group_state, up to 1,000 jobs. Locks: the jobs, skipping those that
     another transaction holds. Send it in a separate transaction: if it were rolled back with a claim, it would leave
-    marks (`xmax`) on the jobs.
+    marks (`xmax`) on the jobs, as if their relay had died.
     """
     return render(schema, _BRING_BACK, queue=queue, headers=sql.SQL(headers_with_order("job")))
 

@@ -129,18 +129,18 @@ def flush_counts(
 ) -> str:
     """Return SQL that writes the relay's state, and adds its counts to the present minute (one "flush").
 
-    Nothing is added if a flush of this number was committed before, so it may be sent again after a lost answer. It
-    returns one row: true if it was added now; true if the relay's row exists; true if this minute has gauges; the
-    database's time in seconds since 1970. Index: the primary keys. Locks: the relay's row, then a row for each of
-    `rows`, in the order of queues and kinds.
+    Nothing is added if a flush of this number was committed before, so the SQL may be sent again after a lost answer.
+    It returns one row with four columns: true if it was added now; true if the relay's row exists; true if this minute
+    has gauges; the database's time in seconds since 1970. Index: the primary keys. Locks: the relay's row, then a row
+    for each of `rows`, in the order of queues and kinds.
 
     Args:
         flush: The number of the flush, higher than any before.
         busy: The number of slots that run jobs.
         free: The queues that a free slot could claim from.
         running: The long-running jobs, as a JSON array.
-        rows: For each queue and kind its counts: queue, kind, a number for each of `OUTCOMES`, the sums of seconds
-            of waiting and running, and the two histograms of these seconds.
+        rows: For each queue and kind its counts: queue, kind, a number for each of `OUTCOMES`, the sums of seconds of
+            waiting and running, and the two histograms of these seconds.
     """
     adding = compose(
         schema,
@@ -217,9 +217,10 @@ ON CONFLICT (grain, at, queue, kind) DO UPDATE SET {added}"""
 
 
 def oldest_minute(schema: str, kept: str) -> str:
-    """Select the hour, as text, to which the oldest row of a minute belongs, if it is older than `kept` ("48 hours").
+    """Select the oldest hour, as text, that has rows of minutes and is older than `kept` ("48 hours"), to sum it up.
 
-    Never an hour to whose minutes relays may still add; no row if there is none. Index: the primary key; no locks.
+    Relays do not add to the minutes of such an hour any more. The query returns no row if there is no such hour. Index:
+    the primary key; no locks.
     """
     return render(schema, _OLDEST_MINUTE, kept=kept, origin=_ORIGIN)
 
@@ -295,15 +296,16 @@ SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('outboxq gauges'
 
 
 def is_gauge_due(schema: str) -> str:
-    """Select one row: true if this minute's gauges are not written yet, and the caller has now the lock to write them.
+    """Select one row: true if the caller is to write this minute's gauges (numbers of jobs by state).
 
+    That is so if they are not written yet, and the caller has got the lock with which only one session writes them.
     Index: the primary key. Locks: an advisory lock, never waited for, to the end of the transaction.
     """
     return render(schema, _CLAIM_GAUGES, of=schema, origin=_ORIGIN)
 
 
 def is_roll_up_due(schema: str) -> str:
-    """Select one row: true if the caller has now the lock under which one session at a time rolls up the history.
+    """Select one row: true if the caller has got the lock with which one session at a time rolls up the history.
 
     Locks: an advisory lock, never waited for, to the end of the transaction.
     """

@@ -114,9 +114,10 @@ def accept_parameters(
 
 
 def shorten_lock_timeout() -> Executable:
-    """Return SQL that sets lock_timeout to 10 ms: one row, the old value, for `set_lock_timeout`.
+    """Return SQL that sets lock_timeout to 10 ms, so as not to wait for a message that another session is accepting.
 
-    The setting ends with the transaction, or with a rollback of the savepoint in which it was made.
+    It returns one row, the old value, for `set_lock_timeout`. The setting ends with the transaction, or with a rollback
+    of the savepoint in which it was made.
     """
     # MATERIALIZED, so that it is read before it is set.
     before = select(pg.current_setting("lock_timeout").label("value")).cte("before").prefix_with("MATERIALIZED")

@@ -25,9 +25,9 @@ def lock_installation() -> Select[Any]:
 
 
 def select_use() -> Executable:
-    """Count the living relays in lease mode, and the calls in progress: one row. With any, the id must not change.
+    """Count the living relays in lease mode, and the calls in progress, as one row.
 
-    Index: effect_open; no locks.
+    If there are any, the installation's id must not change. Index: effect_open; no locks.
     """
     alive = select(count()).select_from(relay).where(relay.c.alive_until > _now()).scalar_subquery()
     under_way = (
@@ -45,11 +45,11 @@ def give_new_id() -> Executable:
 
 
 def doubt_open(reason: str) -> Executable:
-    """Return SQL that makes effects whose call may have been applied `unknown`, with `reason` as their error.
+    """Return SQL that gives the status `unknown` to effects whose call may have been applied, with `reason` as error.
 
-    So no such call is repeated with a key of the new id, which the other service would take for another call. Index:
-    effect_open. Locks: the rows. A caller that was suspended and resumes later can neither record its call nor extend
-    its lock.
+    It is for a change of the installation's id. A repeated call would have a key made from the new id, and the other
+    service would take it for another call. Index: effect_open. Locks: the rows. A caller that was suspended and resumes
+    later can neither record its call nor extend its lock.
     """
     in_doubt = or_(effect.c.status == "started", and_(effect.c.status == "retryable", effect.c.in_doubt))
     return (

@@ -16,13 +16,13 @@ from outboxq.tables import job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobChange:
-    """A change of waiting jobs; fields that are None stay unchanged.
+    """A change of waiting jobs that an operator requests, for `change_page`; fields that are None stay unchanged.
 
     Args:
-        priority: From -32,767 to 32,767.
-        run_at: The time when they are to run, with a time zone.
-        run_now: True to run them as soon as a relay is free.
-        args: Their arguments, as the text of a JSON object.
+        priority: The new priority, from -32,767 to 32,767.
+        run_at: The new time when the jobs are to run, with a time zone.
+        run_now: True to run the jobs as soon as a relay is free.
+        args: The new arguments of the jobs, as the text of a JSON object.
     """
 
     priority: int | None = None
@@ -51,7 +51,10 @@ class JobChange:
 
     @property
     def fits_groups(self) -> bool:
-        """Return True if grouped jobs, which run in order, may be changed so: no new priority, and no `run_at`."""
+        """Return True if the change may be made to grouped jobs: it has no new priority and no `run_at`.
+
+        Grouped jobs run in a fixed order.
+        """
         return self.priority is None and self.run_at is None
 
 
@@ -62,9 +65,9 @@ CHANGEABLE = ("ready", "scheduled", "suspect", "grouped", "group_waiting", "grou
 def change_page(wanted: JobFilter, change: JobChange, *, after: UUID | None, limit: int) -> Executable:
     """Return SQL that changes the next page of waiting jobs that match and are not locked: the rows of `page_outcome`.
 
-    A job keeps its `seq`, so older jobs of the same priority stay first. A job that now comes before the place at which
-    relays' next claims begin is found by one of their claims from the start, which they make at intervals. Index, locks
-    and bound are those of `pick_page`.
+    A job keeps its `seq`, so older jobs of the same priority stay first. Relays claim from the last claimed job on; at
+    intervals they claim from the start, and then find a changed job before that place. Index, locks and bound are those
+    of `pick_page`.
     """
     page, picked = pick_page(job, wanted.conditions(), after, limit)
     fits = [job.c.id == picked.c.id, job.c.state.in_(CHANGEABLE)]
@@ -80,5 +83,5 @@ def select_leased(ids: Sequence[UUID]) -> Executable:
 
 
 def select_queues(ids: Sequence[UUID]) -> Executable:
-    """Select the different queues of these jobs. Index: the primary key; no locks."""
+    """Select the different queues of these jobs, whose relays are then woken. Index: the primary key; no locks."""
     return select(job.c.queue).where(job.c.id.in_(ids)).distinct()

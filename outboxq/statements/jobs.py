@@ -47,7 +47,7 @@ from outboxq.tables import StoredText, dead_job, job, relay
 
 
 class Xid(UserDefinedType[str]):
-    """A 32-bit transaction id, as in the system column `xmax`."""
+    """The SQL type of a 32-bit transaction id, as in the system column `xmax`."""
 
     cache_ok = True
 
@@ -155,10 +155,13 @@ _WALKED = ("id", "queue", "kind", "state", "group_key", "created_at", "run_at", 
 def select_jobs(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, running: bool, limit: int) -> Executable:
     """Select the oldest jobs that match `wanted`: summary columns, the backend that runs each, and `seq` last.
 
-    `stretch`: conditions from `stretches` on `listed`, which limit the query to one part of the table. Older means: an
-    earlier millisecond in the id, or in the same millisecond a lower `seq` (which has no index over all queues). Index:
-    the primary key, in order, up to `limit` matches and the end of the last one's millisecond, even after the stretch.
-    No locks.
+    The order is by the millisecond in the id, and within a millisecond by `seq`, which has no index over all queues. So
+    the query also reads the other matches of the last one's millisecond. Index: the primary
+    key, in order. No locks.
+
+    Args:
+        stretch: Conditions from `stretches`, which limit the query to one part of the table.
+        running: True for only jobs that run or are leased.
     """
     first = _matching(wanted, listed, running=running).where(*stretch).order_by(listed.c.id).limit(limit).cte("first")
     last = select(first.c.id).order_by(first.c.id.desc()).limit(1).scalar_subquery()
@@ -235,8 +238,8 @@ def next_scheduled(queue: str, *, limit: int) -> Executable:
 def oldest_of_blocks(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
     """Select ids and `seq` of the oldest jobs of one part of the table that match, in the order of `select_jobs`.
 
-    `stretch`: the part of the table, as conditions from `stretches_of_blocks`. Its blocks are read and then sorted: in
-    the order of an index, the planner might walk through that index. No locks.
+    `stretch`: the part of the table, as conditions from `stretches_of_blocks`. Its blocks are read and then sorted,
+    because the planner might otherwise walk through an index. No locks.
     """
     found = _matching(wanted, job).add_columns(job.c.seq).where(*stretch).cte("found").prefix_with("MATERIALIZED")
     return select(found.c.id, found.c.seq).order_by(_millisecond(found.c.id), found.c.seq).limit(limit)
@@ -262,8 +265,8 @@ def select_some(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, li
 def select_waiting(ids: Sequence[UUID]) -> Executable:
     """Count those of these jobs whose stored state is ready, scheduled or grouped; a transaction may run some of them.
 
-    Only the row of such a job can have a mark (`xmax`) that a rolled back claim left: a job enters such a state from
-    another one by an UPDATE, which makes a row without a mark. Index: the primary key; no locks.
+    Only the row of a job in these states can have a mark (`xmax`) that a rolled back claim left. If `park.clear_marks`
+    has locked as many rows as this query counts, no mark is left. Index: the primary key; no locks.
     """
     waits = job.c.state.in_(("ready", "scheduled", "grouped"))
     return select(count()).select_from(job).where(job.c.id.in_(ids), waits)
@@ -311,7 +314,7 @@ def find_job(job_id: UUID) -> Select[Any]:
 
 
 def count_matching(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, most: int | None) -> Executable:
-    """Count the jobs of one part of the table that match, by queue and kind; with `most`, only the first so many.
+    """Count the jobs of one part of the table that match, by queue and kind; with `most`, only the first `most`.
 
     `stretch`: the part of the table, as conditions from `stretches`.
     """

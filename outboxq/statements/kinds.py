@@ -73,7 +73,8 @@ def put_off_ids(
 ) -> Select[tuple[UUID]]:
     """Select the first ids of jobs of these kinds that relays have postponed, in one part of the table.
 
-    `stretch`: the part of the table, as conditions from `stretches`. Index: the primary key; no locks.
+    They are for `bring_back_page`, after the kinds were resumed. `stretch`: the part of the table, as conditions from
+    `stretches`. Index: the primary key; no locks.
     """
     return select(job.c.id).where(*_put_off(queue, kinds), *stretch).order_by(job.c.id).limit(limit)
 

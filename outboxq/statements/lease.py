@@ -102,7 +102,7 @@ def reap(schema: str, max_crashes: int, limit: int, *, in_group: bool = False) -
 
 
 def reap_one(schema: str, job_id: UUID, *, in_group: bool = False) -> str:
-    """Return SQL that takes back one job as `reap` does, if its relay is still dead.
+    """Return SQL that takes back one job as `reap` does, if its relay is still dead, for use after `reap` has failed.
 
     The job becomes a suspect (it ran when its relay died), and never a dead letter.
     """
@@ -111,7 +111,10 @@ def reap_one(schema: str, job_id: UUID, *, in_group: bool = False) -> str:
 
 
 def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
-    """Return SQL that turns one job whose relay is dead into a dead letter; its numbers, such as crashes, stay."""
+    """Return SQL that turns one job whose relay is dead into a dead letter, because `reap_one` cannot change its row.
+
+    Its numbers, such as crashes, stay.
+    """
     # With the state, because `dead_letter_row` does not test it.
     is_leased: LiteralString = "job.state IN ('leased', 'group_leased') AND job.id = {id} AND {lost}"
     return dead_letter_row(schema, job_id, compose(schema, is_leased, id=job_id, lost=_lost(schema)), reason)
@@ -120,7 +123,7 @@ def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
 def lost_jobs(schema: str, limit: int, *, in_group: bool = False) -> str:
     """Select up to `limit` random ids of jobs whose relay is dead, to take them back one by one.
 
-    They are random, so that jobs that cannot be taken back do not keep others out for ever. Index: job_leased, or
+    They are random, so that jobs that cannot be taken back do not hold up the others for ever. Index: job_leased, or
     job_group_state, all of it; no locks.
     """
     return render(
@@ -142,7 +145,7 @@ def _lost(schema: str) -> sql.Composable:
 
 
 def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str, *, in_group: bool = False) -> str:
-    """Return SQL that takes back one leased job as `reap` does, although its relay lives, but does not run it.
+    """Return SQL that takes back one leased job as `reap` does, although its relay lives, because its run was lost.
 
     `message` becomes the message of the job's error. Nothing changes if the job's row has another token.
     """
@@ -195,9 +198,10 @@ def _take(
 
 
 def note_interrupted(schema: str, job_ids: list[str], message: str) -> str:
-    """Return SQL that adds an error with this message to those of these interrupted jobs that wait again.
+    """Return SQL that records in the errors of interrupted jobs, with this message, that they were interrupted.
 
-    It returns no rows. Index: the primary key. Locks: the rows; skips those that other transactions hold.
+    Only jobs that wait again are changed. It returns no rows. Index: the primary key. Locks: the rows; skips those that
+    other transactions hold.
     """
     return render(
         schema,
@@ -223,7 +227,8 @@ def forget_relays(schema: str) -> str:
 def leased_jobs(schema: str, owner: UUID) -> str:
     """Select the jobs that `owner` has leased: id, lease token, and true if the job belongs to a group.
 
-    Indexes: job_leased; job_group_state, all leased jobs of groups; no locks.
+    With it, a relay finds jobs that none of its slots runs. Indexes: job_leased; job_group_state, all leased jobs of
+    groups; no locks.
     """
     leased: LiteralString = (
         "SELECT id::text, lease_token, false FROM {job} WHERE state = 'leased' AND lease_owner = {owner} "

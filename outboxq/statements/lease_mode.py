@@ -1,12 +1,12 @@
-"""Settle the jobs of one relay's lease, many by one statement, and each only if its row still has the claim's token.
+"""Statements that settle many jobs of one relay's lease at once, each job only if its row still has the claim's token.
 
 The statements are sent as text. Each finds its jobs by the primary key, in one walk (`NO_SCANS`), and compares them
-with the list of ids and tokens by a hash; the values for a row are found in a map, by the job's id. There are no joins:
-if statistics know of no such jobs, a join reads the whole list again for each row, or the whole table. The list is the
-CTE `oq_held`.
+with the list of ids and tokens (the CTE `oq_held`) by a hash. It finds the values for a row in a map, by the job's id.
+Without statistics, a join might read the whole list for each row, or the whole table.
 
-Locks: the jobs. If another transaction has locked a row, the statement waits, or with `free` skips it. A reaper or an
-operator's command that has changed a row wins: then the row has another token, or is gone.
+Locks: the jobs. If another transaction has locked a row, the statement waits, or with `free` skips the row. If a relay
+that takes jobs back, or an operator's command, has changed a row, that change wins: the row has another token, or is
+gone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -120,9 +120,15 @@ _BURY: LiteralString = (
 
 
 class _Written(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
-    """The values to write into one job's row, as JSON for the statement.
+    """The values to write into the row of a job that is put back or becomes a dead letter, as JSON for the statement.
 
-    `parked`, the number of claims by relays that did not know the job's kind, is given only if this was such a claim.
+    Attributes:
+        attempt, crashes: The numbers to store.
+        record: The error to add.
+        delay: The time until the job is due, as an SQL interval.
+        passes: True if later jobs of its group do not wait for it.
+        parked: The number of claims by relays that did not know the job's kind, given only if this was such a claim.
+        reason: The reason of the dead letter.
     """
 
     attempt: int
@@ -141,7 +147,7 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keepi
     another token.
 
     Args:
-        free: True to skip jobs whose rows are locked. Otherwise the statement waits for them, and returns none with
+        free: True to skip jobs whose rows are locked. Otherwise the statement waits for these jobs, and no row has
             true.
         keeping: SQL that writes the finished rows of the deleted jobs (`insert_finished` with `gone`).
     """
@@ -151,7 +157,7 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keepi
 
 @cache
 def finishing(schema: str) -> tuple[str, str]:
-    """Return `finish_leased` with `free` as a prepared statement: its name on a connection, and its PREPARE.
+    """Return the statement that deletes done jobs whose rows are not locked, prepared: its name, and its PREPARE.
 
     It must be planned once (`PLANNED_ONCE`), because planning takes longer than deleting a job.
     """
@@ -173,9 +179,9 @@ def _finished(free: bool, kept: LiteralString = "") -> LiteralString:
 def put_back_leased(schema: str, changes: Sequence[PutBack], *, free: bool = True) -> tuple[str, ...]:
     """Return one or two statements that put leased jobs back into their queues, after all waiting ones (a new `seq`).
 
-    Grouped jobs, which keep their places, have a separate statement, which also reads `queue` by its primary key. Rows
-    and `free` are as in `finish_leased`. For one job it does the same as `settle.put_back`, or as `put_back_parked` for
-    a job whose kind no handler here knows.
+    Grouped jobs, which keep their places, have a separate statement, which also reads `queue` by its primary key. The
+    returned rows and `free` are as in `finish_leased`. The effect on each job is that of `settle.put_back`, or of
+    `put_back_parked` if no handler here knows the job's kind.
     """
     alone = [change for change in changes if change.job.group_key is None]
     in_groups = [change for change in changes if change.job.group_key is not None]
@@ -211,8 +217,8 @@ def bury_leased(schema: str, changes: Sequence[Bury], *, free: bool = True) -> s
 def release_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
     """Return SQL that puts leased jobs whose handlers have not begun back in their places; no attempt is counted.
 
-    It returns no rows. Jobs keep their `seq`, because a new one would put them after all waiting jobs; a job before the
-    place at which relays' next claims begin is found by one of their claims from the start. `free` is as in
+    It returns no rows. Jobs keep their `seq`, because a new one would put them after all waiting jobs. Relays claim
+    from the last claimed job on; at intervals they claim from the start, and then find these jobs. `free` is as in
     `finish_leased`.
     """
     return _with_jobs(
@@ -234,7 +240,8 @@ WHERE """
 def standing(schema: str, jobs: Iterable[Job]) -> str:
     """Select the ids of those of these jobs whose rows are still in the table, with any token.
 
-    Index: the primary key; no locks.
+    If an answer to COMMIT was lost, the relay learns from it which jobs that COMMIT has ended. Index: the primary key;
+    no locks.
     """
     return _with_jobs(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
 

@@ -64,10 +64,10 @@ def room(schema: str, queue: object, most: object, *, counts_leases: bool) -> sq
 
 
 def lock_claims(schema: str, queue: str) -> tuple[str, ...]:
-    """Return SQL that keeps out other claims of a queue in lease mode until COMMIT, so that this one can count jobs.
+    """Return SQL that keeps out other claims of a queue in lease mode until COMMIT, so that one claim can count jobs.
 
-    The statements are settings, and one that returns a row. It waits for such claims, each of which is one string up to
-    its COMMIT. It fails (55P03) if one of them hangs.
+    The statements are settings, and one that returns a row. The latter waits for such claims, each of which is one
+    string up to its COMMIT, and fails (55P03) if one of them hangs.
     """
     lock = "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext({queue}))"
     return *_BY_INDEX, fill(lock, locks=lock_class(schema), queue=queue)
@@ -84,10 +84,10 @@ def take_slot(schema: str, queue: str, most: int) -> str:
 
 
 def return_suspect(schema: str, job_id: UUID, token: int, crashes: int, *, in_group: bool = False) -> str:
-    """Return SQL that puts a claimed suspect (a job that ran when its relay died) back in its place: it has not begun.
+    """Return SQL that puts back a claimed suspect (a job that ran when its relay died) that found no room in the limit.
 
-    The attempt is not counted, and `crashes` is the number from before the claim. Nothing changes if a reaper has taken
-    the job back: its row has another token then. Index: the primary key.
+    It has not begun, so the attempt is not counted; `crashes` is the number from before the claim. Nothing changes if
+    another relay has taken the job back: its row has another token then. Index: the primary key.
     """
     return render(
         schema,

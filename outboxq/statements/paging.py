@@ -1,4 +1,4 @@
-"""Pages: changes of many rows, a bounded number per transaction, without waiting for a lock.
+"""Pages: an operator's changes of many rows, a bounded number per transaction, without waiting for a lock.
 
 A page is the next `limit` matching rows in the order of the primary key. Rows that another transaction holds are
 skipped and reported; the next page starts after the last row seen, so that all pages cost one walk of the index.
@@ -26,10 +26,15 @@ def matching(rows: FromClause, **wanted: object) -> list[ColumnElement[bool]]:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The outcome of one page of changes: ids of changed rows, of rows locked elsewhere, and of refused rows.
+    """The outcome of one page of an operator's change of many rows, by the ids of the rows; `read_page` makes it.
 
-    `key_taken`: dead letters whose unique key a living job has. `requested`: those of the changed jobs that run, and
-    that their relays are to end. `last`: the id after which the next page starts; None if no row matched.
+    Attributes:
+        changed: The changed rows.
+        held: The rows that other transactions had locked, and which were skipped.
+        refused: The rows that cannot be changed in this way.
+        key_taken: Dead letters whose unique key a living job has.
+        requested: Those of the changed jobs that run, and that their relays are to end.
+        last: The id after which the next page starts; None if no row matched.
     """
 
     changed: tuple[UUID, ...]
@@ -46,7 +51,8 @@ def pick_page(
     """Return two CTEs for the statement that changes a page: the page's ids, and those whose rows could be locked.
 
     Index: the primary key, walked in order from `after`. Locks: the picked rows, FOR UPDATE SKIP LOCKED, never waited
-    for. Bound: `limit` rows. Both contain the conditions, because the lock rechecks them on a row's newest version.
+    for. Bound: `limit` rows. Both CTEs contain the conditions, because the lock rechecks these on a row's newest
+    version.
     """
     start = [] if after is None else [table.c.id > after]
     # MATERIALIZED, so that neither is merged into a plan that runs its LIMIT or its locks more than once.
@@ -64,8 +70,8 @@ def pick_page(
 def page_outcome(page: CTE, picked: CTE, changed: CTE, key_taken: CTE | None = None) -> Executable:
     """Return the SELECT that ends the statement of a page of changes: a row for each id of the page, in order.
 
-    The row has the id, and true or false for each of three: its row could be locked; it was changed; it is in
-    `key_taken`.
+    The row has the id, and three columns that are true or false: `picked`, the row could be locked; `changed`; and
+    `key_taken`, the id is in that CTE.
     """
     rows = page.outerjoin(picked, picked.c.id == page.c.id).outerjoin(changed, changed.c.id == page.c.id)
     columns = [picked.c.id.is_not(None).label("picked"), changed.c.id.is_not(None).label("changed")]
@@ -115,6 +121,6 @@ _CLOCK = select(pg.clock_timestamp(type_=Instant()))
 def database_clock(connection: Connection) -> datetime:
     """Return the database's time.
 
-    A command that changes page after page reads it first, and leaves out rows that are written later.
+    A command that changes page after page reads this time first, and leaves out rows that are written later.
     """
     return connection.execute(_CLOCK).scalar_one()

@@ -1,6 +1,6 @@
 """Parking: statements that postpone jobs of unknown kinds, so that relays that know only other kinds get past them.
 
-And statements that overwrite the marks (`xmax`) that a rolled back claim leaves in rows.
+The module also has statements that overwrite the marks (`xmax`) that a rolled back claim leaves in rows.
 """
 
 from typing import LiteralString
@@ -35,10 +35,8 @@ def park_head(
 ) -> str:
     """Return SQL that parks (postpones) the jobs of unknown kinds among the first `limit` of a queue and state.
 
-    It returns the number of parked jobs. Walks at most `limit` entries of the claim's own index, and locks only the
-    jobs that it parks, skipping those that others hold. It is one statement, with arrays of keys, because a join may
-    compare each pair if statistics know of no such job. The state is compared with a subquery, so that the planner
-    finds the keys by the primary key and not by the claim's index.
+    It returns the number of parked jobs. It walks at most `limit` entries of the claim's own index, and locks only the
+    jobs that it parks, skipping those that others hold.
 
     Args:
         only_marks: True to park no job, and only overwrite the marks in their rows as `clear_marks` does.

@@ -50,8 +50,8 @@ def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
     """Return SQL that deletes up to `limit` expired effects, except the oldest `skip`.
 
     It returns one row, the number of deleted rows. An effect whose status is `started` or `unknown` stays. Index:
-    effect_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction holds,
-    such as an effect that is just being claimed again, and so loses its expiry.
+    effect_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction holds: it
+    may be claiming the effect again.
     """
     # The table's own check allows no expiry in these states; tested here nevertheless.
     return _delete(schema, "effect", ("scope", "key"), limit, skip, " AND status NOT IN ('started', 'unknown')")
@@ -83,9 +83,9 @@ SELECT pg_catalog.count(*) FROM deleted"""
 def delete_requests(schema: str, limit: int, skip: int = 0) -> str:
     """Return SQL that deletes up to `limit` cancellation requests older than an hour whose jobs are gone.
 
-    It returns one row, their number. A request lives as long as its job, which may come back from a retry or a crash; a
-    later job of the same id does not count. Reads all requests, of which there are few; index: the primary key of
-    `job`. Locks: the rows, skipping those that others hold.
+    It returns one row, the number of deleted requests. While its job exists, a request stays, because the job may come
+    back from a retry or a crash. A later job of the same id does not count. Reads all requests, of which there are few;
+    index: the primary key of `job`. Locks: the rows, skipping those that others hold.
     """
     return render(schema, _DELETE_REQUESTS, limit=limit, skip=skip)
 
@@ -138,7 +138,7 @@ SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def select_kept(schema: str) -> str:
-    """Select the queues for which operators have set how long dead letters are kept, and the seconds: 0 for ever.
+    """Select the queues for which operators have set how long dead letters are kept, with the seconds (0: for ever).
 
     Reads the small table `queue`; no locks.
     """
@@ -148,12 +148,12 @@ def select_kept(schema: str) -> str:
 def delete_dead(schema: str, queue: str, declared: float | None, limit: int, skip: int = 0) -> str:
     """Return SQL that deletes up to `limit` expired dead letters of a queue, except the oldest `skip`.
 
-    It returns one row, their number. Index: dead_job_queue (queue, died_at), from the queue's oldest; the primary key.
-    Locks: the rows, skipping those that another transaction holds. A job that has just died again is not deleted,
-    because its time starts again.
+    It returns one row, the number of deleted dead letters. Index: dead_job_queue (queue, died_at), from the queue's
+    oldest; the primary key. Locks: the rows, skipping those that another transaction holds. A job that has just died
+    again is not deleted, because its time starts again.
 
     Args:
-        declared: The seconds for which the application keeps them, if operators have set none; None for ever.
+        declared: The seconds for which the application keeps dead letters, if operators have set none; None for ever.
     """
     seconds = sql.SQL("NULL::float8") if declared is None else sql.SQL("{}::float8").format(float(declared))
     return render(schema, _DELETE_DEAD, keep=sql.SQL(_KEEP), queue=queue, declared=seconds, limit=limit, skip=skip)

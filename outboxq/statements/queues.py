@@ -1,4 +1,4 @@
-"""Queues: their names, pauses and limits. The claim checks `paused_at` by itself."""
+"""Statements for queues: their names, pauses and limits. The claim checks `paused_at` by itself."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,7 +78,7 @@ def pause(names: Sequence[str]) -> ReturningInsert[Any]:
 
 
 def set_values(names: Sequence[str], given: Mapping[str, object]) -> ReturningInsert[Any]:
-    """Return SQL that sets these columns of queues' settings: a row (the name) for each queue that this has changed.
+    """Return SQL that sets these columns of queues' settings: a row (the name) for each queue whose settings changed.
 
     A queue without a row of settings gets one. Index: the primary key. Locks: the settings' rows, in the order of
     `names`; claims only read them.

@@ -83,14 +83,15 @@ _SETTINGS: LiteralString = "; ".join((*BY_INDEX, "SET LOCAL lock_timeout = '2s';
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRequest:
-    """A relay's request for tokens of a queue's rate; each token is the permission to begin one job.
+    """A relay's request, for `reserve_tokens`, for tokens of a queue's rate: each is the permission to begin one job.
 
     Args:
-        most: The most tokens to reserve.
-        chunk: The fewest tokens to reserve; fewer only if fewer jobs wait.
+        most: The largest number of tokens to reserve.
+        chunk: The smallest number of tokens to reserve; it may be fewer only if fewer jobs wait.
         each_seconds: The time from one token to the next, in seconds.
-        burst: The most tokens that may be free at once; enough for `chunk` and the tokens of `keep_seconds`.
-        keep_seconds: The time in seconds within which several tokens must be used.
+        burst: The largest number of tokens that may be free at once; enough for `chunk` and the tokens of
+            `keep_seconds`.
+        keep_seconds: The time in seconds within which the relay must use the tokens, if it reserves several.
     """
 
     most: int
@@ -107,8 +108,8 @@ def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: sql.Compo
     reserved; the seconds until tokens are due, NULL if the queue's rate has no row yet.
 
     Indexes: those of the claims, and job_group; up to `most` entries each, in addition to those of running jobs. Locks:
-    the rate's row to the COMMIT of this string, waiting for other reservations. It fails (55P03) if one hangs. A slot
-    of the limit that is taken as a test for room is released at once.
+    the rate's row to the COMMIT of this string. It waits for other reservations, and fails (55P03) if one of these
+    hangs. A place under the limit that is taken as a test for room is released at once.
 
     Args:
         room: The CTEs of `limit.room`, if the queue has a limit.
@@ -136,7 +137,7 @@ def _float8(seconds: float) -> sql.Composable:
 def begin_rate(schema: str, queue: str) -> str:
     """Return SQL that adds the row of a queue's rate, with all of its tokens free, unless the row exists.
 
-    Index: the primary key.
+    A relay sends it if `reserve_tokens` has found no row. Index: the primary key.
     """
     return render(
         schema,

@@ -17,8 +17,8 @@ _ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00
 def select_history(*, queue: str | None, kind: str | None, since: timedelta, by: str) -> Executable:
     """Select the sums of outcomes, and of each bucket of the histograms of seconds, since the minute `since` ago.
 
-    A row for each minute, hour or kind, as `by` names it. Index: the primary key, from then on; the older rows are
-    those of hours (`grain` 3600). No locks.
+    There is a row for each minute, hour or kind, as `by` names it. Index: the primary key, from that minute on; the
+    older rows are those of hours (`grain` 3600). No locks.
     """
     now = pg.statement_timestamp()
     groups: tuple[ColumnElement[Any], ...] = (stat.c.queue, stat.c.kind)

@@ -88,7 +88,7 @@ def owns_jobs(schema: str) -> str:
 def try_lock_reindexing(schema: str) -> str:
     """Select one row: `true` if this session is now the only one that reindexes this installation.
 
-    It holds an advisory lock until the session ends. Never waits.
+    Then the session holds an advisory lock until it ends. Never waits.
     """
     return fill(
         "SELECT pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext('outboxq upkeep'), "

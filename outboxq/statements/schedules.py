@@ -91,12 +91,12 @@ def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> Returni
     """Return SQL that adds schedules, or changes those of the same names.
 
     It returns a row (the name) for each added or changed one. An existing schedule keeps its next time if cron text and
-    time zone are the same, and a paused one stays paused. But a next time that was computed while the database's clock
-    was ahead, and so is too late, is computed again.
+    time zone are the same, and a paused one stays paused. The next time is computed again if it is too late, because it
+    was computed while the database's clock was ahead.
 
     Args:
-        rows: Rows in the order of their names, so that two transactions lock them in the same order. If they have
-            an owner, another owner's schedules are left alone, and disabled ones are enabled.
+        rows: Rows in the order of their names, so that two transactions lock them in the same order. If they have an
+            owner, another owner's schedules are left alone, and disabled ones are enabled.
         keep_declared: True to leave alone schedules that an application's code declares.
 
     Index: the primary key. Locks: the rows of these names; waits briefly for a relay that fires one.
@@ -121,10 +121,11 @@ def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> Returni
 
 
 def _is_ahead(next_at: ColumnElement[datetime]) -> ColumnElement[bool]:
-    """Return the condition that a schedule's stored next time is too late: after `next_at`, its first time from now.
+    """Return the condition that a schedule's stored next time is too late, computed by a clock that was ahead.
 
-    The condition is false if `next_at` has passed by now, or was fired already by a clock that has gone back a little
-    since, by up to `CLOCK_STEP`. A firing by a clock that was further ahead does not count.
+    A stored time is too late if it is after `next_at`, the schedule's first time from now on. The condition is false if
+    `next_at` has passed by now. It is also false if the schedule was already fired for `next_at`, and the clock has
+    then gone back by up to `CLOCK_STEP`. A firing by a clock that was further ahead does not count.
     """
     fired = and_(schedule.c.last_at >= next_at, schedule.c.last_at <= _CLOCK + CLOCK_STEP)
     not_fired = func.coalesce(~fired, literal_column("true"))
@@ -185,10 +186,10 @@ def disable(name: str, owner: str) -> ReturningUpdate[Any]:
 
 
 def adopt(names: Sequence[str], owner: str | None) -> ReturningUpdate[Any]:
-    """Return SQL that gives schedules to the owner of an application's code, or with None to operators.
+    """Return SQL that gives schedules to the owner of an application's code, or if `owner` is None to operators.
 
-    It returns a row (the name) for each that belonged to another. Given to operators, paused schedules stay paused.
-    Index: the primary key. Locks: the rows.
+    It returns a row (the name) for each schedule that belonged to another. Paused schedules that operators get stay
+    paused. Index: the primary key. Locks: the rows.
     """
     kept = {"disabled_at": null()} if owner is None else {}
     is_another = or_(schedule.c.owner.is_distinct_from(owner), schedule.c.declared.is_(owner is None))

@@ -1,4 +1,4 @@
-"""Facts about the server and the database: version, run, durability of commits, and the step of the tables."""
+"""Facts about the server and the database: version, run, durability of commits, and the tables' last migration step."""
 
 from dataclasses import dataclass
 
@@ -179,8 +179,8 @@ def is_read_only(connection: Connection) -> bool:
 def standby_delay_seconds(connection: Connection) -> float | None:
     """Return the age of a standby's data, in seconds; None if the server is no standby. Reads no table.
 
-    The age is the difference of the clocks of the primary and of this server, but 0 if the standby has received and
-    replayed everything.
+    The age is 0 if the standby has replayed everything that it received. Otherwise it is the difference between the
+    present time by this server's clock and the time of the last replayed commit by the primary's clock.
     """
     found: float | None = connection.execute(_STANDBY_DELAY).scalar_one()
     return found

@@ -1,8 +1,8 @@
 """Settling: put a claimed job back into its queue, or among the dead letters, in the transaction of its handler's rows.
 
-In transaction mode no statement waits for a lock: the claim has deleted the only other row with this id, in this
-transaction. Under a lease the row still exists, and is changed only if it has the claim's token: after a wait for the
-lock of a reaper or an operator's command there is another token, or no row.
+In transaction mode no statement waits for a lock: the claim has deleted the job's row in the same transaction. Under a
+lease the row still exists, and is changed only if it has the claim's token. The statement may wait for a relay that
+takes the job back, or for an operator's command; after that there is another token, or no row.
 """
 
 import secrets
@@ -52,15 +52,15 @@ _NEXT_TOKEN: ColumnElement[int] = literal_column(next_token("lease_token"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutBack:
-    """A claimed job that goes back to its queue, to be claimed again.
+    """A claimed job that goes back to its queue, to be claimed again; made from a handler's outcome.
 
     Args:
+        job: The job as it was claimed.
         attempt: The number of attempts to store: with this one, if it counts.
         record: The error of this attempt as JSON text, without its time.
         delay: The time until the job is due; None if it is ready at once.
         passes: True if later jobs of its group do not wait for it.
-        parks: True if no handler here knows its kind: it is due after a time that grows with the number of such
-            claims.
+        parks: True if no handler here knows its kind: it is due after a time that grows with the number of such claims.
     """
 
     job: Job
@@ -73,9 +73,11 @@ class PutBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bury:
-    """A claimed job that becomes a dead letter.
+    """A claimed job that becomes a dead letter; made from a handler's outcome.
 
     Args:
+        job: The job as it was claimed.
+        reason: The reason that operators see.
         record: The error of its last attempt as JSON text, without its time.
     """
 
@@ -134,10 +136,11 @@ def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, 
 
 
 def put_back_until(claimed: Job, run_at: datetime) -> Insert | Update:
-    """Return SQL that puts a job back until `run_at`, because another job of its key has the present period of `every`.
+    """Return SQL that puts a job back until `run_at`, because another job of its coalescing key has the present period.
 
-    The attempt is not counted. Under a lease, the job's content is also written, which may be that of a newer job. The
-    token of the job shows that it waits for another attempt, so that a run of its key merges it even before it is due.
+    Only one job of a key runs in each period of `every`. The attempt is not counted. Under a lease, the job's content
+    is also written, which may be that of a newer job. The token of the job shows that it waits for another attempt, so
+    that a run of its key merges it even before it is due.
     """
     waits: dict[str, object] = {
         "state": "scheduled",
@@ -168,8 +171,8 @@ def put_back_parked(claimed: Job) -> Insert | Update:
 def remove(claimed: Job) -> Delete:
     """Return SQL that deletes the row of a job, if the job is still under the lease with which it was claimed.
 
-    Index: the primary key. If a reaper or an operator's command has locked the row, it waits, and does not delete a row
-    that was changed.
+    Index: the primary key. If another transaction has locked the row (a relay that takes the job back, or an operator's
+    command), it waits, and does not delete a row that was changed.
     """
     return delete(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
 
@@ -177,7 +180,7 @@ def remove(claimed: Job) -> Delete:
 def unchanged(claimed: Job) -> Select[tuple[UUID]]:
     """Select the id of a claimed job, if its row is still as it was claimed; no row if it was removed or put back.
 
-    Index: the primary key; no locks.
+    After a lost connection, a row shows that the job was not settled. Index: the primary key; no locks.
     """
     if claimed.lease_token is not None:
         # Every lease has a new token.
@@ -208,8 +211,8 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
 def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]") -> Insert:
     """Return SQL that adds the job to the dead letters; an earlier one with the same id, queue and kind is overwritten.
 
-    Otherwise the insert of a job that died again would always fail, and the job would hold up its queue. A dead letter
-    of another queue or kind must not be overwritten: then the new one gets another id.
+    Without that, the insert of a job that died again would always fail, and the job would hold up its queue. If a dead
+    letter with this id has another queue or kind, it must not be overwritten, and the new one gets another id.
     """
     # No other dead letter of this id can be added now: a job is inserted only after the previous one left the table.
     is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
@@ -224,10 +227,10 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
 
 
 def postpone(claimed: Job, delay: timedelta, *, passes: bool = False) -> Insert | Update:
-    """Return SQL that postpones by `delay` a job that blocks its queue, without counting the attempt; a lease ends.
+    """Return SQL that postpones by `delay` a job that blocks its queue, without counting the attempt.
 
-    If the job waits, it is changed only if no other transaction has locked it; its errors and arguments are not
-    written.
+    A leased job loses its lease. A waiting job is changed only if no other transaction has locked it; its errors and
+    arguments are not written.
 
     Args:
         passes: True if later jobs of its group do not wait for it.
@@ -241,7 +244,7 @@ def postpone(claimed: Job, delay: timedelta, *, passes: bool = False) -> Insert 
 
 
 def errors_with(kept: str, record: str) -> "ColumnElement[str]":
-    """Return an SQL expression for the JSON list `kept` plus one record, with the time of the database's clock."""
+    """Return an SQL expression for a job's errors: the JSON list `kept` plus one record, with the database's time."""
     stamped = cast(literal(record, Text), JSONB).op("||")(pg.jsonb_build_object("at", pg.clock_timestamp()))
     return cast(literal(kept, Text), JSONB).op("||")(pg.jsonb_build_array(stamped))
 

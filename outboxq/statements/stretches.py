@@ -24,7 +24,7 @@ _TOO_LONG = "the look took too long: it reads all rows, as few of them match"
 
 
 class _Tid(UserDefinedType[str]):
-    """The place of a row, as in the system column `ctid`."""
+    """The SQL type of the place of a row, as in the system column `ctid`."""
 
     cache_ok = True
 

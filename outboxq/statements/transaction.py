@@ -62,8 +62,8 @@ _ROLE_AS_NOTED = "SELECT pg_catalog.set_config('role', pg_catalog.current_settin
 def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> str:
     """Return a script that restores a transaction's role, READ WRITE and time-outs from before a handler ran.
 
-    The relay's statements after the handler need them: a handler's settings outlive its savepoint if that is released.
-    READ ONLY ends with the savepoint.
+    The relay's statements after the handler need these settings. The handler's settings would outlive its savepoint if
+    that is released; READ ONLY ends with the savepoint.
 
     Args:
         inner_savepoint: The savepoint in which the handler ran.
@@ -99,8 +99,8 @@ def xact_status(xid: str) -> str:
 def may_be_committed(xid: str) -> str:
     """Select one row: true if this server may have committed a transaction that began in an earlier run of the server.
 
-    False for a transaction that this server undid, runs now, or never received; it may be true if the number was
-    reused. `server_epoch` identifies a run.
+    It is false for a transaction that this server undid, runs now, or never received. If the transaction's number was
+    reused, it may be true without reason. `server_epoch` identifies a run.
     """
     return (
         f"SELECT CASE WHEN '{int(xid)}'::xid8 < pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot()) "

@@ -4,9 +4,9 @@ No relay writes a key when a job ends: the COMMIT that removes the job's row fre
 transaction mode is deleted, but every other snapshot still sees its row, so its key is taken. A job whose expiry has
 passed counts as ended, unless it runs: a relay that claims it later drops it.
 
-A key whose job is gone is taken over by compare-and-set. `ctid` is the version of the key's row that the statement has
-read: if another transaction has taken the key over since, even for a job of the same id, there is a newer version,
-whose job is not in this statement's snapshot.
+A new job takes over a key whose job is gone by compare-and-set: the key's row is changed only if it is still the
+version (`ctid`) that the statement has read. If there is a newer version, another transaction has taken the key over
+since, even if for a job of the same id. The job of that transaction is not in this statement's snapshot.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,8 +78,8 @@ def stored_key(kind: ColumnElement[str], headers: ColumnElement[Any]) -> ColumnE
 def add_unique(jobs: Mapping[str, UniqueJob]) -> tuple[Executable, dict[str, str]]:
     """Return SQL that inserts jobs of different keys, in their order; a job whose key is taken is not inserted.
 
-    It returns a row for each given job: its number from 1 on; true if it was added; and the id of the job that has its
-    key, if that is another one, or NULL if another transaction has just taken the key.
+    It returns a row for each given job: its number from 1 on; true if it was added; and the id of another job that has
+    its key. That id is NULL if there is none, or if another transaction has just taken the key.
 
     Index: the primary keys. Locks: the rows of the keys that are taken, until the transaction ends; waits for another
     transaction that is taking one of them. Bound: the jobs given.
@@ -254,15 +254,14 @@ def key_is_free(key: ColumnElement[str]) -> ColumnElement[bool]:
 def take_for_dead(picked: CTE, conditions: Sequence[ColumnElement[bool]]) -> tuple[CTE, CTE]:
     """Return the CTEs that take the unique keys of dead letters when they are retried.
 
-    They concern those dead letters among `picked` that meet the conditions. A period that reserves a key for a job that
-    is gone is ignored, and continues: it restricts only new jobs.
+    Only those dead letters among `picked` that meet the conditions take their keys. If a period still reserves a key
+    for a job that is gone, the key is taken nevertheless, and the period continues: it restricts only new jobs.
 
     Index: the primary keys. Locks: the rows of the keys that are taken; waits for another transaction that is just
     taking one of them.
 
     Returns:
-        A CTE of the dead letters that have their keys now (`job_id`), and one of those that did not get theirs
-            (`id`).
+        A CTE of the dead letters that have their keys now (`job_id`), and one of those that did not get theirs (`id`).
     """
     key = stored_key(dead_job.c.kind, dead_job.c.headers)
     asking = (
@@ -290,9 +289,10 @@ def take_for_dead(picked: CTE, conditions: Sequence[ColumnElement[bool]]) -> tup
 
 
 def lock_idle_keys(schema: str, after: str, limit: int) -> str:
-    """Return SQL that locks those of the next `limit` keys after `after` whose job is gone and whose period has ended.
+    """Return SQL that locks the unused keys among the next `limit` keys after `after`, for `delete_idle_keys`.
 
-    It returns a row for each of the `limit` keys in their order: the key, and true if it was locked.
+    A key is unused if its job is gone and its period has ended. The SQL returns a row for each of the `limit` keys in
+    their order: the key, and true if it was locked.
 
     Index: the primary key, from `after` on; that of `job` for each key. Locks: the unused keys, skipping those that
     another transaction holds. A producer that takes one over waits for this transaction.
@@ -329,7 +329,7 @@ SELECT pg_catalog.count(*) FROM deleted
 def delete_idle_keys(schema: str, keys: list[str]) -> str:
     """Return SQL that deletes keys that this transaction has locked, if they are still unused.
 
-    It returns one row, the number of deleted. It is a separate statement after `lock_idle_keys`, so that it sees what
-    was committed before the locks. Index: the primary keys. Locks: only those held already.
+    It returns one row, the number of deleted keys. It is a separate statement after `lock_idle_keys`, so that it sees
+    what was committed before the locks. Index: the primary keys. Locks: only those held already.
     """
     return render(schema, _DELETE_IDLE, keys=keys)

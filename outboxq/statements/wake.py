@@ -93,12 +93,12 @@ def notify(schema: str, queue: str) -> str:
 
 @lru_cache(64)
 def poll_queues(schema: str, queues: tuple[str, ...]) -> str:
-    """Select, for each of these queues, if and when a relay will find a job there; queues without any are left out.
+    """Select those of these queues in which a relay will find a job, and when; a relay polls with it.
 
-    So are paused queues, and queues all of whose jobs are leased. A row has the queue's name, true if a job is ready,
-    the seconds until the next scheduled one (negative if it is due, or NULL), true if a suspect (a job that ran when
-    its relay died) waits, the seconds until the first job of a group may run (or NULL), and true if a suspect of a
-    group waits. A job that is running in an uncommitted transaction counts too.
+    Paused queues, and queues all of whose jobs are leased, are left out. A row has six columns: the queue's name; true
+    if a job is ready; the seconds until the next scheduled job is due (negative if it is due, or NULL); true if a
+    suspect (a job that ran when its relay died) waits; the seconds until the first job of a group may run (or NULL);
+    and true if a suspect of a group waits. A job that is running in an uncommitted transaction counts too.
 
     Indexes: job_ready, job_scheduled, job_suspect and job_group_state, the first entry of each queue; job_group, the
     first jobs of its first 100 groups: if there may be more, one counts as due. No locks.

@@ -1,7 +1,8 @@
-"""Windows: one job of a coalescing key runs in each period ("window") of length `every`. Sent as text.
+"""Windows: one job of a coalescing key runs in each period ("window") of length `every`. Statements are sent as text.
 
-A key's row in `unique_key` contains the end of its window and the job that has it. Its key begins with a character with
-which no other key begins. It is kept for its time, like a unique job's, and pruned with those.
+For each key a row in `unique_key` contains the end of its window and the id of the job that has the window. The key in
+that row begins with a character with which no unique job's key begins. The row is kept until the window ends, and
+pruned with those of unique jobs.
 
 The window is taken in the transaction that claimed the job or, under a lease, in one that commits before its handler
 begins. So if a relay dies, the window is free again, or belongs to the job that will run again.
@@ -60,7 +61,7 @@ WHERE NOT EXISTS (SELECT FROM taken WHERE taken.key = pg_catalog.chr(30) || want
 class WantedWindow:
     """A present period of `every` in which a claim wants to run the job `job_id`, as the only job of its key.
 
-    `every_microseconds` is the length of the key's periods.
+    `take_windows` takes the period for the job. `every_microseconds` is the length of the key's periods.
     """
 
     key: str

@@ -53,7 +53,7 @@ class StoredText(Text):
     render_bind_cast = True
 
     def adapt(self, cls: type[Any], **kw: Any) -> Any:
-        """Return this type unchanged, even if a dialect has its own type for texts."""
+        """Called by SQLAlchemy: return this type unchanged, even if a dialect has its own type for texts."""
         return super().adapt(type(self) if issubclass(cls, String) else cls, **kw)
 
 
@@ -101,7 +101,7 @@ class Instant(TypeDecorator[datetime]):
         return type_coerce(extract("epoch", column), self)
 
     def process_result_value(self, value: Decimal | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002  # theirs
-        """Return as a datetime the seconds that were read; for one out of its range, such as infinity, the nearest."""
+        """Return a datetime for the seconds that were read; for infinity and other such times, the nearest one."""
         if value is None:
             return None
         # A numeric, which holds microseconds exactly.
@@ -116,7 +116,7 @@ class Real(TypeDecorator[float]):
     cache_ok = True
 
     def coerce_compared_value(self, op: Any, value: object) -> TypeEngine[Any]:
-        """Called by SQLAlchemy for the other value in an expression: return the type that it gets with a float8."""
+        """Called by SQLAlchemy for the other value in an expression: return its type as for a plain float8 column."""
         return self.impl_instance.coerce_compared_value(op, value)
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -124,12 +124,12 @@ class Real(TypeDecorator[float]):
         return type_coerce(cast(column, Numeric), self)
 
     def process_result_value(self, value: Decimal | None, dialect: Dialect) -> float | None:  # noqa: ARG002  # theirs
-        """Return the numeric that was read as a float."""
+        """Return the numeric value that was read, as a float."""
         return None if value is None else float(value)
 
 
 def set_storage(table: Table, parameters: str) -> None:
-    """Make SQLAlchemy set storage parameters of this table, such as a fill factor, when it has created the table."""
+    """Make SQLAlchemy set storage parameters of this table, such as a fill factor, after it has created the table."""
     # By ALTER TABLE, because SQLAlchemy 2.0 has no WITH (...).
     statement = DDL(f"ALTER TABLE %(fullname)s SET ({parameters})")  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
     event.listen(table, "after_create", statement)

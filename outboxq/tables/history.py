@@ -1,6 +1,6 @@
 """The tables of the history: relays' state, counts of jobs' outcomes, finished jobs, progress, and operators' actions.
 
-Finished rows are kept for kinds with `keep=`.
+Finished jobs are kept only for kinds with `keep=`.
 """
 
 from sqlalchemy import (

@@ -1,4 +1,4 @@
-"""The tables of living relays, of the installation's id, and of the migration steps that it has."""
+"""The tables of living relays, of the installation's id, and of the migration steps that were applied."""
 
 from sqlalchemy import Boolean, CheckConstraint, Column, Integer, Table, Uuid, text
 

@@ -20,7 +20,7 @@ class JobRow:
     autoflush. It is never returned to callers.
 
     Args:
-        number: Distinguishes it from others in its session's identity map.
+        number: Distinguishes this object from others in its session's identity map.
         write: Called with the connection and this object when a flush reaches it.
     """
 

@@ -1,4 +1,4 @@
-"""The tables of jobs, waiting, leased and dead, and of their parts: keys, batches, requests to cancel."""
+"""The tables of jobs and dead letters, and of what belongs to jobs: unique keys, batches, requests to cancel."""
 
 from sqlalchemy import (
     BigInteger,

@@ -1,4 +1,4 @@
-"""Helpers for users' tests: check enqueued jobs, run them in the test's own transaction, crash them, find a PostgreSQL.
+"""Helpers for users' tests: assert that jobs were enqueued, run them in the test's transaction, crash relays.
 
 The pytest fixtures `outboxq_server` and `outboxq_database` come with the package (`outboxq.pytest_plugin`).
 """

@@ -49,14 +49,14 @@ def crash_at_every_step(
 ) -> None:
     """Crash a relay at every step of a job's life, and assert that the job has exactly one effect nevertheless.
 
-    For each step, one job is enqueued. A relay process runs it, and is killed with SIGKILL at this step (or loses its
-    connections there, and goes on). A second relay process finishes the remaining work if the first was killed. Then
-    the effects are counted. Needs a database of the test's own whose queues are empty.
+    For each step, one job is enqueued. A relay process runs the job, and is killed with SIGKILL at this step (or loses
+    its connections there, and goes on). If the relay was killed, a second one finishes the work. Then the effects are
+    counted. The test needs a database of its own with empty queues.
 
     Args:
         target: The registry of jobs, as on a relay's command line: `myapp.jobs:jobs`.
         enqueue: Adds one job to the session that it is called with, without a commit.
-        effects: Returns the number of effects so far, which it counts by the connection that it is called with.
+        effects: Returns the number of the handler's effects so far, counted by the connection that it is called with.
         steps: The steps to crash at; for a handler that calls `ctx.once` add `EFFECT_FAULT_POINTS`.
         timeout_seconds: The longest time for a step, which includes the wait until the lease of a killed relay runs
             out.
@@ -146,7 +146,7 @@ class _CrashTest:
         return RelayProcess(self.target, url, self.config, **fault)
 
     def _finish(self, relay: RelayProcess) -> None:
-        """Wait until no job waits, stop the relay, and check that the server has no connection of it left."""
+        """Wait until no job waits, stop the relay, and check that the server has no connection of the relay left."""
         deadline = time.monotonic() + self.timeout_seconds
         while waiting := self._describe_waiting():
             self._expect_running(relay)
@@ -187,7 +187,6 @@ class _CrashTest:
             return _Count(waiting, dead, connection.execute(_PREPARED).scalar_one(), int(effects(connection)))
 
     def _describe_waiting(self) -> str:
-        """Return a text that lists up to 20 waiting jobs, for a failed test's message; empty if there are none."""
         columns = (job.c.kind, job.c.state, job.c.attempt, job.c.crashes, job.c.lease_owner)
         with self.engine.connect() as connection:
             rows = connection.execute(select(*columns).limit(20)).all()

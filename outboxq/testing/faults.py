@@ -22,10 +22,10 @@ _TERMINATE_SECONDS = 10.0
 
 @contextmanager
 def on_passing(point: FaultPoint, passing: int, act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` once within the block: when this process passes the fault point for the `passing`-th time (from 1).
+    """Call `act` within the block when this process passes the fault point for the `passing`-th time, counted from 1.
 
-    The passings of all threads and tasks that run jobs in this process are counted together; the one whose passing has
-    this number calls `act`.
+    The passings of all threads and tasks of this process are counted together. The thread or task with this passing
+    calls `act`, for example to kill the process there.
     """
     lock, passed = threading.Lock(), 0
 

@@ -1,7 +1,7 @@
 """A TCP proxy before PostgreSQL that recognises a COMMIT: for tests of lost connections.
 
-It listens on loopback, without TLS. A client that commits through it can be cut off before COMMIT reaches the server or
-after it did, kept waiting for the answer, or left on a connection that is open and dead.
+The proxy listens on loopback, without TLS. It can cut off a client that commits, before COMMIT reaches the server or
+after it did, keep the client waiting for the answer, or leave it on a connection that is open and dead.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Trap:
 
     @property
     def is_spent(self) -> bool:
-        """True if the trap catches no more COMMITs, because it has caught all of its number or was released."""
+        """True if the trap catches no more COMMITs, because it has caught as many as it should or was released."""
         return self._times_left == 0
 
     def catches(self, statements: list[str]) -> bool:
@@ -65,9 +65,9 @@ class Trap:
 class CommitProxy:
     """A proxy before the server of `database_url`, listening on loopback within a `with` block.
 
-    A COMMIT counts only if its transaction has written rows. Each trap catches the next `times` such COMMITs of any
-    connection, if one of the transaction's statements contains the text `containing` (in upper or lower case). Literals
-    sent as parameters are not searched.
+    A trap, which a method such as `cut_after_commit` sets, catches the next `times` COMMITs of any connection. It
+    ignores transactions that have written no rows, and those without a statement that contains the text `containing`
+    (in upper or lower case). Literals sent as parameters are not searched.
 
         with CommitProxy(database_url) as proxy, Session(create_engine(proxy.url)) as session:
             trap = proxy.cut_after_commit()
@@ -111,7 +111,8 @@ class CommitProxy:
     def freeze_at_commit(self, times: int = 1, *, arrives: bool = False, containing: str = "") -> Trap:
         """At COMMIT, stop passing bytes in either direction; both sides keep an open connection.
 
-        It ends with the trap's `release()`, after which all held bytes are passed on late, or with the proxy's `cut()`.
+        The freezing ends with the trap's `release()`, after which all held bytes are passed on late, or with the
+        proxy's `cut()`.
 
         Args:
             arrives: True if COMMIT is still passed on, and the freezing begins with the server's answer.
@@ -127,7 +128,7 @@ class CommitProxy:
         self._flows.set()
 
     def cut(self) -> int:
-        """Cut every connection now, and return the number of these."""
+        """Cut every connection now, and return the number of cut connections."""
         with self._lock:
             links = list(self._links)
         for link in links:
@@ -264,7 +265,7 @@ class _Link:
             self._server.sendall(frame)
 
     def _spring(self) -> bool:
-        """Look for a trap that catches this COMMIT. It acts now or, if it lets COMMIT through, after the answer.
+        """Apply the trap that catches this COMMIT, if any: now or, if the trap lets COMMIT through, after the answer.
 
         Return False if the connection has ended, so that the COMMIT must not be passed on.
         """

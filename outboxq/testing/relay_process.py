@@ -22,9 +22,10 @@ _STOP_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayOrder:
-    """All that a relay process needs to know, as it receives it on its standard input; see `RelayProcess`.
+    """The settings of a relay process, which `RelayProcess` writes to the standard input of the process.
 
-    The application_name in `url` is the name of the process's connections.
+    The fields have the meaning of the arguments of `RelayProcess`. The application_name in `url` is the name of the
+    process's connections.
     """
 
     target: str
@@ -36,9 +37,9 @@ class RelayOrder:
 
 
 class RelayProcess:
-    """A relay in a process of its own, which has this process's `sys.path`; ended with the `with` block.
+    """A relay in a process of its own, for tests. It imports modules by this process's `sys.path`.
 
-    It also ends when this process does, even if this process is killed.
+    The relay process ends with the `with` block. It also ends when this process does, even if this process is killed.
 
     Args:
         target: The registry of jobs, such as `myapp.jobs:jobs`.
@@ -47,7 +48,7 @@ class RelayProcess:
         kill_at: The fault point (a named step of a job's life) at which the process kills itself with SIGKILL.
         terminate_at: The fault point at which the process makes the server end all of its connections; not with
             `kill_at`.
-        passing: The fault happens when the process passes that point for this time, counted from 1.
+        passing: The fault happens when the process passes the fault point for this time, counted from 1.
         name: The application name of its connections; None makes one that no other process has.
     """
 
@@ -122,7 +123,7 @@ class RelayProcess:
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Send SIGCONT, after which a paused process goes on."""
+        """Send SIGCONT, so that a process paused by `pause()` goes on."""
         self._process.send_signal(signal.SIGCONT)
 
     def ask_to_stop(self) -> None:

@@ -129,7 +129,7 @@ def _retention(_scope: str) -> timedelta:
 
 
 def unit_test_job() -> Job:
-    """Make a job without arguments, as if a relay had claimed it just now."""
+    """Make a job without arguments, as if a relay had claimed it just now, for the contexts of unit tests."""
     now = datetime.now(UTC)
     return Job(UUID(uuid7s(1)[0]), "default", "unit-test", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", now, now, 0)
 

@@ -21,7 +21,7 @@ _WRITING_SCRIPT = re.compile(r"\b(?:INSERT|UPDATE|DELETE|MERGE|COPY)\b", re.IGNO
 
 
 class TransactionWatcher:
-    """Follows the messages of one connection, to know if its open transaction has written rows.
+    """Follows the messages of one connection, to know whether its open transaction has written rows.
 
     Attributes:
         statements: The first 200 statements of the open transaction.

@@ -59,9 +59,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planned faults in their order, and the planned misbehaviours of jobs, by the job's number.
+    """The planned faults of a torture test.
 
-    `inside`: the number of planned misbehaviours of each kind.
+    Attributes:
+        faults: Faults of processes, connections or the server, in their order.
+        behaviours: The planned misbehaviours of jobs, by the job's number.
+        inside: The number of planned misbehaviours of each kind.
     """
 
     faults: tuple[Fault, ...]
@@ -71,7 +74,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTransaction:
-    """One transaction of a producer: the behaviours and queues of its jobs, and how it ends (`fate`)."""
+    """One transaction that a producer is to execute.
+
+    Attributes:
+        behaviours: The behaviour of each job's handler.
+        fate: The end of the transaction.
+        queue_numbers: The number of each job's kind in the run's list.
+    """
 
     behaviours: tuple[str, ...]
     fate: Literal["commit", "roll back", "roll back a savepoint"]

@@ -2,14 +2,17 @@
 
 The tables have no unique constraints, so that forbidden rows, such as a second effect, can exist. They are:
 
-- `enqueue`: each producer's knowledge of each job: its COMMIT was answered (`ok`), it failed, or neither (`unknown`).
-- `request`: the business row, written in the transaction of the job: the truth about an unknown one. Of a coalesced job
-  its key and its place among the jobs of that key: a job with a later place may have run in its place.
+- `enqueue`: each producer's knowledge of each job: COMMIT was answered (`ok`), the job was rolled back (`failed`), or
+  COMMIT got no answer (`unknown`).
+- `request`: the business row, written in the job's transaction: it shows if an `unknown` job was committed. For a
+  coalesced job it has the key, and the job's place among the jobs of that key: a job with a later place may have run in
+  its place.
 - `effect`: a row for each time that a handler's rows were committed, with the attempt, the crashes and the lease token
-  under which it ran.
-- `violation`: a breach that a handler saw: another job of its group or key, or more than its queue may run.
+  of that run.
+- `violation`: a breach that a handler saw: it ran together with another job of its group or key, or with more jobs than
+  its queue may run.
 - `start`: a row for each time that a handler of mode `calls` began, with its lease token.
-- `sighting`: job rows with a lease, as an observer saw them: token and owner.
+- `sighting`: the token and owner of leases, as an observer saw them in rows of jobs.
 - outboxq's own `job` and `dead_job`.
 """
 
@@ -52,7 +55,12 @@ _SAMPLE = 5
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A promise: SQL for the ids of jobs that break it (`broken`), and what that means, in words."""
+    """A promise that the check tests.
+
+    Attributes:
+        broken: SQL for the ids of jobs that break it.
+        meaning: A description of such jobs, for the report.
+    """
 
     name: str
     broken: str
@@ -219,9 +227,12 @@ SELECT (SELECT string_agg(outcome, ' and ') FROM {SCHEMA}.enqueue WHERE job_id =
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of the check: the number of jobs that break each rule, figures, and all problems in words.
+    """The result of `check_history`, from which the `TortureReport` is made.
 
-    The figures have the names of `TortureReport`.
+    Attributes:
+        counts: The number of jobs that break each rule.
+        figures: Numbers, by their names in `TortureReport`.
+        problems: All broken promises, in words.
     """
 
     counts: dict[str, int]
@@ -232,7 +243,7 @@ class Verdict:
 def check_history(connection: Connection, *, max_attempts: int, max_crashes: int) -> Verdict:
     """Check every rule, and that no lock, open transaction or prepared transaction is left.
 
-    `max_attempts`, `max_crashes`: the bounds that no job may exceed.
+    No job may have more than `max_attempts` attempts or `max_crashes` crashes.
     """
     bounds = {"max_attempts": max_attempts, "max_crashes": max_crashes}
     counts: dict[str, int] = {}
@@ -258,7 +269,6 @@ def check_history(connection: Connection, *, max_attempts: int, max_crashes: int
 
 
 def _describe(connection: Connection, job_id: str) -> str:
-    """Describe a job that breaks a rule, by its rows in all tables, to help find the cause."""
     row = connection.execute(_KNOWN, {"job_id": job_id}).one()
     known = {
         "enqueue": row.outcomes,

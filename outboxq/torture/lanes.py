@@ -1,8 +1,8 @@
 """Jobs with flow control in the torture test: grouped, limited, coalesced and unique jobs, and jobs in batches.
 
-Each producer thread has groups and coalescing keys of its own, so that the order in which its jobs are committed is
-known: the jobs of a group must have their effects in that order, and of a coalescing key the newest job must have run.
-Unique keys are shared by all threads.
+Each producer thread has groups and coalescing keys of its own, so that the order in which their jobs are committed is
+known. The check uses this order: a group's jobs must have their effects in it, and the newest job of each coalescing
+key must have run. All threads share the unique keys.
 """
 
 import threading
@@ -44,10 +44,12 @@ _VIOLATED = text(f"INSERT INTO {SCHEMA}.violation (job_id, what) VALUES (:job_id
 def watch(connection: Connection, job: Job, unique: str | None) -> None:
     """Record a violation if this job runs at the same time as another of its group or key, or as too many of its queue.
 
-    That is found by advisory locks of the job's transaction. Leased jobs are not watched: if their relay is suspended,
-    its transaction may still have the locks while another relay already runs the job, as it should.
+    Handlers call it. It detects a violation by advisory locks of the job's transaction. Leased jobs are not watched: if
+    their relay is suspended, its transaction may still have the locks while another relay already runs the job, as it
+    should.
 
-    `unique`: the job's unique key; None without one.
+    Args:
+        unique: The job's unique key; None without one.
     """
     if job.lease_token is not None:
         return
@@ -67,7 +69,12 @@ def _expect(connection: Connection, job: Job, taken: TextClause, values: Mapping
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A job that was added: its id, its coalescing key if any, and its position among the jobs of that key."""
+    """A job that `Lanes` has added.
+
+    Attributes:
+        key: The job's coalescing key, if any.
+        place: The position of the job among the jobs of that key.
+    """
 
     id: UUID
     key: str | None = None
@@ -88,7 +95,7 @@ class Lanes:
         self._own = threading.local()
 
     def add(self, session: OutboxSession, kind: JobKind[...], behaviour: str) -> list[Added]:
-        """Add a job of this kind or, if its use is "batch", two jobs and their callback; return the added ones.
+        """Add a job of this kind, or two jobs and their callback if its flow control is "batch"; return the added jobs.
 
         The list is empty if the kind's jobs are unique and another job has the key already.
         """

@@ -31,10 +31,7 @@ _NOTE = text(f"INSERT INTO {SCHEMA}.enqueue (job_id, outcome) VALUES (:job_id, :
 
 
 class Journal:
-    """The outcomes of producers' transactions, by job, kept until `flush` writes them into the database.
-
-    Only outcomes since the last `flush` are in memory.
-    """
+    """The outcomes of producers' transactions, by job, kept in memory until `flush` writes them into the database."""
 
     def __init__(self) -> None:
         self.told: dict[Outcome, int] = {"ok": 0, "failed": 0, "unknown": 0}
@@ -55,7 +52,7 @@ class Journal:
     def flush(self, connection: Connection) -> None:
         """Write the outcomes that were not written yet, and commit.
 
-        It may be repeated after an error: rows that it wrote already are replaced.
+        The call may be repeated after an error: rows that it wrote already are replaced.
         """
         with self._lock:
             pending = list(self._pending)
@@ -69,9 +66,9 @@ class Journal:
 
 
 class Producers:
-    """The threads that execute the planned transactions, until as many jobs are enqueued as `allow` permits.
+    """The threads that execute the planned transactions. They pause when as many jobs are enqueued as `allow` permits.
 
-    The bound keeps producers from finishing before the last faults, and bounds the backlog.
+    This limit keeps producers from finishing before the last faults, and bounds the backlog.
 
     Args:
         starts: The directory in which handlers of mode `calls` record their starts.
@@ -94,7 +91,7 @@ class Producers:
         self._ends: list[Future[None]] = [self._pool.submit(self._produce) for _ in range(PRODUCERS)]
 
     def allow(self, limit: int) -> None:
-        """Permit up to `limit` enqueued jobs since the start."""
+        """Permit the threads to enqueue jobs until there have been `limit` of them since the start."""
         with self._allowed:
             self._limit = limit
             self._allowed.notify_all()
@@ -124,7 +121,6 @@ class Producers:
                 pass
 
     def _may_go_on(self) -> bool:
-        """Wait until `allow` permits more jobs; return False if the run has ended."""
         with self._allowed:
             self._allowed.wait_for(lambda: self._stopping.is_set() or self.journal.enqueued < self._limit)
         return not self._stopping.is_set()
@@ -132,7 +128,7 @@ class Producers:
     def _is_over(self, planned: PlannedTransaction) -> bool:
         """Execute a planned transaction once; return False if it has to be executed again.
 
-        That is so if it was planned to be committed, and certainly was not.
+        A transaction has to be executed again if it was planned to be committed, and certainly was not.
         """
         job_ids: list[UUID] = []
         committing = False

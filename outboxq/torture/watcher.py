@@ -40,13 +40,13 @@ T = TypeVar("T")
 
 
 class Watcher:
-    """Queries the database, and repeats a query while the server is unavailable."""
+    """Queries the torture test's database, and repeats a query while the server is unavailable."""
 
     def __init__(self, url: str) -> None:
         self._engine = make_engine(url, application_name="outboxq torture", pooled=True)
 
     def ask(self, question: Callable[[Connection], T]) -> T:
-        """Call `question` with a connection, commit, return its result; repeat that while the server is unavailable.
+        """Call `question` with a connection, commit, and return its result. While the server is unavailable, try again.
 
         `question` may be called more than once, so a repetition must do no harm.
         """
@@ -64,7 +64,7 @@ class Watcher:
                 time.sleep(0.05)
 
     def progress(self) -> Row[Any]:
-        """Return a row: number of jobs left, True if one of them is due, last effect, number of dead letters."""
+        """Return a row: `backlog` (jobs left), `is_due` (one of them is due), `last_effect`, `dead` (dead letters)."""
         return self.ask(lambda connection: connection.execute(_PROGRESS).one())
 
     def note_leases(self) -> None:
@@ -72,14 +72,17 @@ class Watcher:
         self.ask(lambda connection: connection.execute(_NOTE_LEASES).rowcount)
 
     def wait_until_connected(self, names: Callable[[], set[str]]) -> None:
-        """Wait until each of these relays has a session, up to `SERVER_SECONDS`: then it can be stopped in order.
+        """Wait until each of these relays has a session, up to `SERVER_SECONDS`.
 
-        A signal to stop would kill a relay that is still starting. `names`: returns the relays' names.
+        A relay without a session is still starting, and a signal to stop would kill it.
+
+        Args:
+            names: Returns the relays' names.
         """
         _wait(lambda: names() <= self.ask(lambda connection: set(connection.execute(_NAMES).scalars())), SERVER_SECONDS)
 
     def wait_until_alone(self) -> None:
-        """Wait up to 20 seconds until the server has no other sessions; the check reports sessions that are left."""
+        """Wait up to 20 seconds until the server has no other sessions: the check reports sessions that are left."""
         _wait(lambda: not self.ask(lambda connection: connection.execute(_OTHERS).scalar_one()), _GONE_SECONDS)
 
     def __enter__(self) -> Self:

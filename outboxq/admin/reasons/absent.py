@@ -22,8 +22,8 @@ _DRAWN_BEFORE_SECONDS = 60.0
 def find_absent(looks: Looks, job_id: UUID) -> Iterator[Reason]:
     """Yield the reasons why a job neither waits nor runs.
 
-    It may be a dead letter, a kept finished job, the callback of a batch that is not done, or not committed; otherwise
-    there is the reason `not-found`.
+    The job may be a dead letter, a kept finished job, the callback of a batch that is not done, or not committed;
+    otherwise the reason is `not-found`.
     """
     dead = looks.row("the dead letters", statements.dead_facts(looks.schema, job_id))
     if dead is not None:

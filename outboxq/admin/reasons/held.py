@@ -18,7 +18,7 @@ LEASED = ("leased", "group_leased")
 
 
 def find_held(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
-    """Yield the reasons that a relay runs the job, that it is to be cancelled, or that a session has locked its row.
+    """Yield reasons if a relay runs the job, if the job is to be cancelled, or if a session has locked its row.
 
     `job` is a row of `statements.explain.job_facts`.
     """

@@ -1,4 +1,4 @@
-"""Queries of the database that change nothing, lock no row, and end within two seconds."""
+"""Read-only queries that `admin.explain` makes; each locks no row, and ends within two seconds."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -20,10 +20,10 @@ from outboxq.statements.relays import declared_limits
 
 @dataclass(frozen=True, slots=True)
 class QueueFacts:
-    """The settings of a queue, and the state of its rate.
+    """The settings of a queue, and the state of its rate, as `look_at_queue` reads them for the reasons.
 
     Attributes:
-        paused_seconds: For how long it has been paused; None if it is not.
+        paused_seconds: For how long the queue has been paused; None if it is not.
         limits: The limits in force: set by operators, otherwise declared by the applications of living relays.
         ahead_seconds: For how many seconds from now jobs have already used up the queue's rate; None if it never had a
             rate.

@@ -1,6 +1,7 @@
 """Reasons that concern the relays of a queue.
 
-Relays are read from the table `relay_status`; if it has no living one, the database's connections show if there is any.
+Relays are read from the table `relay_status`; if no living relay is in it, the database's connections show if there is
+any.
 """
 
 import shlex
@@ -69,7 +70,7 @@ class Relays:
 def look_at_relays(looks: Looks, queue: str, kind: str | None = None) -> Relays:
     """Read the relays, with those that serve the queue first.
 
-    `kind`: the kind for which the rows' column `knows` tells if a relay knows it.
+    `kind`: the kind that the rows' column `knows` is about: true if the relay has a handler for it.
     """
     seen: Sequence[Row[Any]] = ()
     if may_read(looks):
@@ -96,7 +97,7 @@ def _connections(looks: Looks) -> int | None:
 
 
 def find_missing_relay(relays: Relays, queue: str) -> Iterator[Reason]:
-    """Yield a reason if no relay is alive, or if none of those alive claims from the queue."""
+    """Yield a reason if no relay is alive, or if none of the living relays claims from the queue."""
     if relays.serving:
         return
     if relays.living or (relays.last_dead is not None and relays.connections):
@@ -184,7 +185,7 @@ def known_by(relays: Relays) -> str:
 
 
 def find_busy_slots(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
-    """Yield a reason if all slots of the queue's relays were busy when these were last seen, after the job was due."""
+    """Yield a reason if all slots of the queue's relays were busy when the relays last wrote, after the job was due."""
     serving = relays.serving
     waited_seconds = -job.due_in_seconds
     if serving and not any(relay.has_room or relay.seen_seconds >= waited_seconds for relay in serving):

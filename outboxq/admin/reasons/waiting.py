@@ -138,7 +138,7 @@ def _scheduled(job: Row[Any]) -> Reason:
 
 
 def find_blocked_in_group(looks: Looks, job: Row[Any], per_group: int, relays: Relays) -> Iterator[Reason]:
-    """Yield a reason if other jobs of the group come first; it includes why the first of these does not run."""
+    """Yield a reason if other jobs of the group come first; the reason says why the first of them does not run."""
     if job.group_key is None or job.state == "group_waiting":
         return
     ahead = looks.count(
@@ -192,7 +192,7 @@ def find_coalesced(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
 
 
 def find_turn(looks: Looks, job: Row[Any], relays: Relays, *, may_run: bool) -> Iterator[Reason]:
-    """Yield a reason if other jobs of the queue come first, or a reason that nothing keeps the job from running.
+    """Yield reasons if all slots are busy or other jobs come first, otherwise the reason that nothing is in the way.
 
     Args:
         may_run: True if no other reason was found, so that the job may run now.

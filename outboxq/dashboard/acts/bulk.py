@@ -1,4 +1,4 @@
-"""Actions on changes of many rows: begin a change that was previewed, stop one that runs, or resume one."""
+"""Actions that begin, stop or resume a change of many rows, such as a retry of all dead letters of a queue."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,10 @@ from outboxq.errors import AuditNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Apply:
-    """The fields that the form of a preview's page sends to apply the change.
+    """The fields of the form on a preview's page, by which the user begins the previewed change.
 
     Attributes:
-        intent: The preview as a signed text (see `Intent`): the rows that were shown, and the change of them.
+        intent: The signed preview (see `Intent`): the rows that were shown, and their change.
         typed: The text that the user typed to confirm the change; None if the form had no field for it.
     """
 
@@ -38,7 +38,7 @@ class Apply:
 
 
 def about_entry(look: Look, asked: OfEntry) -> About:
-    """Return the subject of the forms that stop or resume a change of many rows: its name, and the path of its page."""
+    """Return the name of a change of many rows and the path of its page, for the forms that stop or resume it."""
     entry = show_audit(look.connection, asked.entry).entry
     return About(name=f"{entry.action} by {entry.actor}", back=f"audit/{entry.id}")
 
@@ -59,9 +59,9 @@ RESUME = Form(
 
 
 def apply_preview(work: Work, asked: Apply) -> Done:
-    """Check the preview that a form has sent back, and return a result that makes the dashboard run its change.
+    """Check the preview that a form has sent back, and return a result with the change to run in the background.
 
-    The change then runs in the background. It is not run if the audit shows that it was begun before.
+    If the audit shows that the change has begun before, the result has no change to run.
 
     Raises:
         Refused: the preview cannot be applied, or the database has no audit that the dashboard may write.
@@ -86,7 +86,7 @@ def apply_preview(work: Work, asked: Apply) -> Done:
 
 
 def stop_run(work: Work, asked: ReasonedEntry) -> Done:
-    """Mark a change of many rows as stopped: the process that runs it then ends it after the present page of rows."""
+    """Request that a change of many rows stops: the process that runs it ends it after the present page of rows."""
     with work.begin() as connection:
         _bulk(show_audit(connection, asked.entry))
         stopped: Literal["stopped", "stopped already", "over"] = work.actions.stop(connection, asked.entry)
@@ -95,9 +95,9 @@ def stop_run(work: Work, asked: ReasonedEntry) -> Done:
 
 
 def resume_run(work: Work, asked: ReasonedEntry) -> Done:
-    """Return a result that makes the dashboard resume a change of many rows that was stopped or cut off.
+    """Check that a stopped or interrupted change of many rows may be resumed, and return it to run in the background.
 
-    The change then goes on in the background, after the last page of rows that it committed.
+    The change goes on after the last page of rows that it committed.
 
     Raises:
         Refused: the entry of the audit is no change of many rows, or the user lacks the role for it.
@@ -132,7 +132,7 @@ def _most_of(work: Work) -> int | None:
 
 
 def _check(work: Work, intent: Intent, typed: str | None) -> None:
-    """Refuse a preview whose change needs a higher role, that is older than five minutes, or that was not confirmed.
+    """Raise `Refused` if a previewed change needs a higher role, is older than five minutes, or was not confirmed.
 
     To confirm, the user types one of the words that `Intent.words` returns.
     """

@@ -16,23 +16,27 @@ from outboxq.errors import JobNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryWith(ReasonedJob):
-    """The fields of the form that retries a dead letter with other arguments."""
+    """The fields of the form that retries a dead letter with other arguments.
+
+    Attributes:
+        unchecked: True if the user accepts that the arguments are not checked, for want of a registry.
+    """
 
     args: Document
     unchecked: bool = False
 
 
 def about_dead(look: Look, asked: OfJob) -> About:
-    """Return the subject of a form about one dead letter: the dead letter's name, and the path of its page."""
+    """Return the name of a dead letter and the path of its page, for the forms that retry or discard it."""
     dead = show_dead(look.connection, asked.job_id).dead
     notes = args_notes(look.kinds, dead.kind)
     return About(name=f"{dead.kind} {dead.id}", back=f"dead/{dead.id}", notes=notes)
 
 
 def about_dead_args(look: Look, asked: OfJob) -> About:
-    """Return the subject of the form that retries a dead letter with other arguments.
+    """Return a dead letter's name, page and arguments, for the form that retries it with other arguments.
 
-    The form's field is filled with the present arguments, but is empty if some of them are hidden.
+    The arguments are left out if some of them are hidden.
     """
     detail = show_dead(look.connection, asked.job_id)
     shown = args_to_edit(look, look.payloads.document(detail.dead.kind, detail.args, hook=True), detail.args)

@@ -1,4 +1,4 @@
-"""Values that forms send as text: arguments and times."""
+"""Functions that check and convert what users type into forms: arguments of jobs, and times."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -28,10 +28,11 @@ UNCHECKED = Field(
 def checked_args(args: str, kinds: KnownKinds, *, unchecked: bool) -> "CheckArgs | None":
     """Check that `args` is a JSON object; return a function that checks such arguments against the handler of a kind.
 
-    Return None if the dashboard has no registry, and so knows no handlers: the user has to confirm that (`unchecked`).
+    Without a registry the dashboard knows no handlers. The function then returns None, and the user has to confirm by
+    `unchecked` that the arguments are not checked.
 
     Raises:
-        Refused: `args` is not a JSON object, or there is no registry and the user has not confirmed that.
+        Refused: `args` is not a JSON object, or there is no registry and `unchecked` is False.
     """
     try:
         msgspec.json.decode(args.encode(), type=dict[str, msgspec.Raw])
@@ -45,9 +46,9 @@ def checked_args(args: str, kinds: KnownKinds, *, unchecked: bool) -> "CheckArgs
 
 
 def args_notes(kinds: KnownKinds, kind: str) -> tuple[str, ...]:
-    """Return the warnings for a form about new arguments: one if the registry has no handler of the job's kind.
+    """Return a warning to show in a job's form if the application's registry has no handler of the job's kind.
 
-    Otherwise, and without a registry, the tuple is empty.
+    Return an empty tuple if there is a handler, or no registry.
     """
     if kinds.lacks(kind):
         return (str(UnknownKind(kind, kinds.names)),)
@@ -55,9 +56,12 @@ def args_notes(kinds: KnownKinds, kind: str) -> tuple[str, ...]:
 
 
 def args_to_edit(look: Look, document: Document, stored: str) -> str:
-    """Return the initial text of a form's field for arguments: the present arguments of the job as JSON.
+    """Return the initial text of a form's field for a job's arguments: `stored` as JSON over several lines.
 
-    Empty if some of them are hidden: if the form showed masks in their place, it would save the masks as arguments.
+    The text is empty if the page hides some arguments: otherwise the form would save masks as arguments.
+
+    Args:
+        document: The part of the arguments that may be shown.
     """
     shown = look.payloads.mode == "shown" and look.payloads.redact is None
     is_whole = shown or document.raw == stored
@@ -65,7 +69,7 @@ def args_to_edit(look: Look, document: Document, stored: str) -> str:
 
 
 def moment_in(text: str) -> datetime:
-    """Return the time that a text in a form gives in ISO 8601; a text without an offset is in UTC.
+    """Return the time that a form's field gives in ISO 8601. A text without an offset is in UTC.
 
     Raises:
         Refused: the text is not a time.

@@ -1,4 +1,4 @@
-"""Actions on one job: on a waiting, running or finished one."""
+"""Actions on one job, which may wait, run or have finished."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -23,7 +23,7 @@ from outboxq.outbox.options import MAX_PRIORITY
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelJob(ReasonedJob):
-    """The fields of the two forms that cancel a job: by its relay, or by ending the database session that runs it.
+    """The fields of the two forms that cancel a job: one lets its relay end it, the other ends its database session.
 
     Attributes:
         outcome: `discard` deletes the cancelled job, `dead` makes it a dead letter.
@@ -48,36 +48,37 @@ class NewTime(ReasonedJob):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewArguments(ReasonedJob):
-    """The fields of the form that changes a job's arguments."""
+    """The fields of the form that changes a job's arguments.
+
+    Attributes:
+        unchecked: True if the user accepts that the arguments are not checked, for want of a registry.
+    """
 
     args: Document
     unchecked: bool = False
 
 
 def about_job(look: Look, asked: OfJob) -> About:
-    """Return the subject of a form about one job: the job's name, and the path of its page."""
+    """Return the name of a job and the path of its page, for forms that change the job."""
     return _about(show_job(look.connection, asked.job_id).job)
 
 
 def about_priority(look: Look, asked: OfJob) -> About:
-    """Return the subject of the form that changes a job's priority; the field is filled with the present priority."""
+    """Return a job's name, page and present priority, for the form that changes the priority."""
     job = show_job(look.connection, asked.job_id).job
     return replace(_about(job), values={"priority": str(job.priority)})
 
 
 def about_time(look: Look, asked: OfJob) -> About:
-    """Return the subject of the form that changes the time at which a job runs.
-
-    The form's field is filled with the present time.
-    """
+    """Return a job's name, page and present time, for the form that changes the time at which the job runs."""
     job = show_job(look.connection, asked.job_id).job
     return replace(_about(job), values={"run_at": job.run_at.isoformat(timespec="seconds")})
 
 
 def about_args(look: Look, asked: OfJob) -> About:
-    """Return the subject of the form that changes a job's arguments.
+    """Return a job's name, page and present arguments, for the form that changes the arguments.
 
-    The form's field is filled with the present arguments, but is empty if some of them are hidden.
+    The arguments are left out if some of them are hidden.
     """
     detail = show_job(look.connection, asked.job_id)
     kind = detail.job.kind
@@ -91,9 +92,9 @@ def about_args(look: Look, asked: OfJob) -> About:
 
 
 def about_running(look: Look, asked: OfJob) -> About:
-    """Return the subject of the form that ends the database session of a running job.
+    """Return a running job's name and page, for the form that ends the database session which runs the job.
 
-    A note in the form says the number of other jobs in the same transaction: they are rolled back too.
+    A note in the form gives the number of other jobs in the same transaction, which are rolled back too.
     """
     job = show_job(look.connection, asked.job_id).job
     others = look.at("the other jobs of its transaction", lambda c: cancellation.count_sharing(c, job.id))
@@ -108,7 +109,7 @@ def about_running(look: Look, asked: OfJob) -> About:
 
 
 def about_finished(look: Look, asked: OfJob) -> About:
-    """Return the subject of the form that runs a finished job again."""
+    """Return a finished job's name and page, for the form that runs the job again."""
     kind = show_finished(look.connection, asked.job_id).finished.kind
     return About(name=f"{kind} {asked.job_id}", back=f"done/{asked.job_id}")
 
@@ -186,7 +187,7 @@ RUN_AGAIN = Form(
 
 
 def cancel_job(work: Work, asked: CancelJob) -> Done:
-    """Cancel a waiting job at once. If the job runs, request from its relay to end it, which takes some seconds."""
+    """Cancel a waiting job at once. For a running job, send its relay a request to end it, which takes some seconds."""
     total = _request(work, asked)
     back = f"jobs/{asked.job_id}"
     if total.requested:
@@ -198,7 +199,7 @@ def cancel_job(work: Work, asked: CancelJob) -> Done:
 def terminate_job(work: Work, asked: CancelJob) -> Done:
     """Cancel a running job, and end the database session that runs it.
 
-    If the job is found to be waiting again, it is only cancelled, and no session is ended.
+    If the job waits again by now, it is only cancelled, and no session is ended.
 
     Raises:
         Refused: no session runs the job at this moment.
@@ -235,7 +236,7 @@ def change_time(work: Work, asked: NewTime) -> Done:
 
 
 def change_args(work: Work, asked: NewArguments) -> Done:
-    """Give a job other arguments. If the dashboard has a registry, they are checked against the kind's handler."""
+    """Give a job other arguments, which are checked against the kind's handler if the dashboard has a registry."""
     check = checked_args(asked.args, work.desk.kinds, unchecked=asked.unchecked)
     wanted = ChangeJobs(JobFilter(ids=(asked.job_id,)), JobChange(args=asked.args))
     total = work.actions.run(work.begin, wanted, check=check)
@@ -261,9 +262,9 @@ def _request(work: Work, asked: CancelJob) -> Total:
 
 
 def _end_if_returned(work: Work, asked: CancelJob) -> None:
-    """Cancel the job now if it has gone back to waiting, as its session was ended.
+    """Cancel a job whose session was ended, if the job waits again already.
 
-    Otherwise it is cancelled when a relay claims it next.
+    Otherwise the next relay that claims the job cancels it.
     """
     with unmarked(work.begin, [asked.job_id], work.warn), work.begin() as connection:
         cancellation.end_returned(connection, [asked.job_id], asked.outcome)

@@ -1,4 +1,4 @@
-"""Actions on effects (calls to other services) and on accepted messages: settle an effect, or forget a message."""
+"""Actions on effects (calls to other services) and on accepted messages: resolve an effect, or forget a message."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,11 +16,10 @@ from outboxq.errors import MessageNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolve(OfEffect):
-    """The fields of the form that settles an effect, which is a call to another service.
+    """The fields of the form by which an operator resolves an effect: a call to another service of unknown outcome.
 
     Attributes:
-        verdict: The operator's finding: `applied` if the other service has carried out the call, else
-            `not-applied`.
+        verdict: The operator's finding: `applied` if the other service has carried out the call, else `not-applied`.
         result: The result of an applied call as JSON.
     """
 
@@ -37,7 +36,7 @@ class Forget(OfMessage):
 
 
 def about_effect(look: Look, asked: OfEffect) -> About:
-    """Return the subject of the form that settles an effect (a call to another service).
+    """Return the name and page of an effect (a call to another service), for the form that resolves it.
 
     A note in the form gives the idempotency key by which the other service knows the call.
     """
@@ -48,7 +47,7 @@ def about_effect(look: Look, asked: OfEffect) -> About:
 
 
 def about_message(look: Look, asked: OfMessage) -> About:
-    """Return the subject of the form that forgets an accepted message: its name, and the path of its page."""
+    """Return the name of an accepted message and the path of its page, for the form that forgets the message."""
     show_message(look.connection, asked.consumer, asked.message_id)
     back = f"inbox/{as_segment(asked.consumer)}/{as_segment(asked.message_id)}"
     return About(name=f"{asked.consumer}, {asked.message_id}", back=back)
@@ -95,9 +94,9 @@ FORGET = Form(
 
 
 def resolve_effect(work: Work, asked: Resolve) -> Done:
-    """Record that a call to another service (an effect) was applied or not, as the operator has found out.
+    """Record an operator's decision that a call to another service (an effect) was applied, or was not.
 
-    An applied call is not made again; one that was not applied is made again by its next caller.
+    A call that was applied is not made again. A call that was not applied is made again by its next caller.
     """
     if asked.verdict == "not-applied" and asked.result is not None:
         raise Refused(400, "A call that was not applied has no result: leave it empty.")

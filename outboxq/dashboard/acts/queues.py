@@ -46,7 +46,14 @@ class ChangeKind(OfKind):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetLimits(ChangeQueue):
-    """The fields of the form that sets a queue's limits; a limit that is left out is removed."""
+    """The fields of the form that sets a queue's limits. A limit that is left out is removed.
+
+    Attributes:
+        limit: Jobs that may run at a time.
+        per_group: Jobs of one group that may run at a time.
+        rate: Jobs that may begin in a time, such as `10/s`.
+        burst: Jobs that may begin at once after a pause.
+    """
 
     limit: Annotated[int, Meta(ge=1, le=MAX_RUNNING)] | None = None
     per_group: Annotated[int, Meta(ge=1, le=MAX_PER_GROUP)] | None = None
@@ -59,14 +66,14 @@ class KeepDead(ChangeQueue):
     """The fields of the form that sets how long a queue keeps its dead letters.
 
     Attributes:
-        keep_dead: A duration such as `30d`, or `forever`; None for the one that the application declares.
+        keep_dead: A duration such as `30d`, or `forever`; None for the duration that the application declares.
     """
 
     keep_dead: Annotated[str, Meta(max_length=20)] | None = None
 
 
 def about_queue(look: Look, asked: OfQueue) -> About:  # noqa: ARG001  # as every form has it
-    """Return the subject of a form about one queue: its name, and the path of its page.
+    """Return the name of a queue and the path of its page, for forms that change the queue.
 
     The queue need not exist: it may be paused before its first job.
     """
@@ -74,10 +81,7 @@ def about_queue(look: Look, asked: OfQueue) -> About:  # noqa: ARG001  # as ever
 
 
 def about_limits(look: Look, asked: OfQueue) -> About:
-    """Return the subject of the form that sets a queue's limits.
-
-    The form's fields are filled with the limits that operators have set.
-    """
+    """Return a queue's name, page and the limits that operators have set, for the form that sets the limits."""
     known = _setting_of(look, asked.queue)
     values: dict[str, object] = {}
     if known is not None:
@@ -89,7 +93,7 @@ def about_limits(look: Look, asked: OfQueue) -> About:
 
 
 def about_keeping(look: Look, asked: OfQueue) -> About:
-    """Return the subject of the form that sets how long a queue keeps its dead letters.
+    """Return a queue's name and page, for the form that sets how long the queue keeps its dead letters.
 
     The form's field is filled with the time that operators have set, if any.
     """
@@ -103,10 +107,10 @@ def _setting_of(look: Look, queue: str) -> Queue | None:
 
 
 def about_kind(look: Look, asked: OfKind) -> About:
-    """Return the subject of the forms that pause or resume a kind.
+    """Return a kind's name and page, for the forms that pause or resume the kind in one queue.
 
-    Their field for the queue is filled with a queue in which the kind is paused, or else one in which the kind had jobs
-    within 24 hours.
+    The field for the queue is filled with a queue in which the kind is paused or, if there is none, had jobs within 24
+    hours.
     """
     paused = [each.queue for each in list_paused_kinds(look.connection) if each.kind == asked.kind]
     recent = look.at("its queues", lambda c: read_history(c, kind=asked.kind, since=span_of("24h").back, by="kind"))
@@ -185,7 +189,7 @@ def resume_queue(work: Work, asked: ChangeQueue) -> Done:
 
 
 def set_limits(work: Work, asked: SetLimits) -> Done:
-    """Set the limits of a queue that the form gives, and remove those that it leaves out."""
+    """Set the limits that the form gives for a queue, and remove the limits that the form leaves out."""
     limits = make_limits(running=asked.limit, per_group=asked.per_group, rate=asked.rate, burst=asked.burst)
     given: dict[Limit, object] = {"running": asked.limit, "per_group": asked.per_group, "rate": asked.rate}
     drop: list[Limit] = [name for name, value in given.items() if value is None]
@@ -196,9 +200,9 @@ def set_limits(work: Work, asked: SetLimits) -> Done:
 
 
 def keep_dead(work: Work, asked: KeepDead) -> Done:
-    """Set how long a queue keeps its dead letters; without a time, remove the setting.
+    """Set how long a queue keeps its dead letters.
 
-    Then the time counts that the application declares.
+    Without a time the setting is removed, and the time that the application declares applies.
     """
     seconds = None if asked.keep_dead is None else parse_keep(asked.keep_dead.strip())
     with work.begin() as connection:

@@ -10,7 +10,7 @@ from outboxq.dashboard.view import Look
 
 
 def about_schedule(look: Look, asked: OfSchedule) -> About:
-    """Return the subject of a form about one schedule: its name, and the path of its page."""
+    """Return the name of a schedule and the path of its page, for forms about the schedule."""
     found = show_schedule(look.connection, asked.name).schedule
     return About(name=found.name, back=f"schedules/{as_segment(found.name)}")
 
@@ -50,7 +50,7 @@ def resume_schedule(work: Work, asked: ReasonedSchedule) -> Done:
 
 
 def run_schedule(work: Work, asked: ReasonedSchedule) -> Done:
-    """Add the job of a schedule now, in addition to those that it adds at its own times.
+    """Add the job of a schedule now, in addition to the jobs that the schedule adds at its times.
 
     Raises:
         Refused: a job with the same unique key waits or runs.

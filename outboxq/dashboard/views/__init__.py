@@ -1,1 +1,1 @@
-"""The screens: each is a function of a `Look` at a database and of its parameters, and returns a `View`."""
+"""The functions that make the pages about a database: each takes a `Look` and parameters, and returns a `View`."""

@@ -1,4 +1,4 @@
-"""Dead letters: the list, with groups by their cause, and the page of one."""
+"""The list of dead letters, with groups by their cause, and the page of one dead letter."""
 
 from dataclasses import dataclass, replace
 from uuid import UUID
@@ -25,7 +25,7 @@ class AskedDead(Paged):
 
     Attributes:
         error: The type of the last error, as the groups of dead letters name it.
-        reason: A text that the reason contains.
+        reason: A text to search for in the reasons why jobs died.
     """
 
     queue: Name | None = None
@@ -35,7 +35,7 @@ class AskedDead(Paged):
 
 
 def show_dead_letters(look: Look, asked: AskedDead) -> View:
-    """Return the list of dead letters that match.
+    """Return the list of dead letters that match the filter.
 
     Without a filter the page also groups the newest 1,000 dead letters by their cause.
     """
@@ -55,9 +55,10 @@ def show_dead_letters(look: Look, asked: AskedDead) -> View:
 
 
 def _find(look: Look, connection: Connection, wanted: DeadFilter, asked: AskedDead) -> Found[DeadJob]:
-    """Find the dead letters that match, with secrets removed from their reasons.
+    """Find the dead letters that match the filter, with secrets removed from their reasons.
 
-    If the user searches for a text, a dead letter is left out that has the text only in a hidden part of its reason.
+    A dead letter that has the searched text only in a hidden part of its reason is left out: the search would reveal
+    it.
     """
 
     def find(before: UUID | None) -> Found[DeadJob]:

@@ -1,4 +1,4 @@
-"""The list and the page of finished jobs. Only kinds that are declared so keep them."""
+"""The list and the page of finished jobs. Only kinds that are declared to keep finished jobs have any."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +20,7 @@ class AskedDone(Paged):
 
 
 def show_done_jobs(look: Look, asked: AskedDone) -> View:
-    """Return the list of the finished jobs that match, the last added first."""
+    """Return the list of the finished jobs that match the filter, the last added first."""
     wanted = DoneFilter(queue=asked.queue, kind=asked.kind, outcome=asked.outcome)
     found = look.at("finished jobs", lambda c: find_done(c, wanted, before=asked.before, limit=asked.limit)) or Found(
         ()

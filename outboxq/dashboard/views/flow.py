@@ -1,4 +1,4 @@
-"""Schedules, limits of queues, groups and batches, which decide when jobs run."""
+"""The pages about what decides when jobs run: schedules, limits of queues, groups and callback batches."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,7 +27,7 @@ class AskedSchedules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedBatch:
-    """The parameter of a batch's page: the id of the batch."""
+    """The parameter of a callback batch's page: the id of the batch."""
 
     batch_id: UUID
 
@@ -58,9 +58,10 @@ def show_one_schedule(look: Look, asked: OfSchedule) -> View:
 
 
 def _fires_after(schedule: Schedule) -> list[datetime]:
-    """Return the two times of a schedule after its next one, `next_at`.
+    """Return the two times at which a schedule adds jobs after its next time, `next_at`.
 
-    Return none if the schedule is paused, or if this machine does not know its time zone or cannot read its cron text.
+    The list is empty if the schedule is paused, or if this machine does not know the schedule's time zone or cannot
+    read its cron text.
     """
     if schedule.paused_at is not None:
         return []
@@ -81,7 +82,7 @@ def zone_is_known(cron: str, time_zone: str) -> bool:
 
 
 def show_flow(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """Return the page of queues' limits, groups whose next job is held up, and paused queues and kinds."""
+    """Return the page of queues' limits, groups whose next job is blocked, and paused queues and kinds."""
     queues = look.at("the queues", list_queues) or []
     data = {
         "limits": look.at("the limits", list_limits) or [],
@@ -93,13 +94,13 @@ def show_flow(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every s
 
 
 def show_batches(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """Return the list of the 50 oldest open batches."""
+    """Return the list of the 50 oldest open callback batches: those whose jobs have not all ended."""
     found = look.at("the batches", lambda c: list_batches(c, limit=_MOST_BATCHES + 1)) or []
     return View("batches.html", "Batches", {"batches": found[:_MOST_BATCHES], "more": len(found) > _MOST_BATCHES})
 
 
 def show_one_batch(look: Look, asked: AskedBatch) -> View:
-    """Return the page of one open batch, with the numbers of its jobs by state."""
+    """Return the page of one open callback batch, with the numbers of its jobs by state."""
     detail = show_batch(look.connection, asked.batch_id)
     callback = look.payloads.callback(detail.batch.kind, detail.callback)
     data = {**flat(detail, callback=callback), "states": dict(detail.states)}

@@ -1,4 +1,4 @@
-"""The period that a chart covers, and the numbers for its charts from the history of jobs."""
+"""The periods that charts cover, and the numbers of these charts from the history of jobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from outboxq.dashboard.views.overview import series_of
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A period that ends now, for charts.
+    """A period that ends now, which the charts of a page cover.
 
     Attributes:
         back: The length of the period.
-        by: The unit of the history's rows that are read, `minute` or `hour`.
+        by: The time that one row of the history covers, `minute` or `hour`.
         step: The time that one bar of a chart covers.
     """
 
@@ -42,9 +42,9 @@ def span_of(period: Period) -> Span:
 
 
 def series_in(rows: list[HistoryRow], now: datetime, span: Span) -> dict[str, list[Series]]:
-    """Return the lines and bars of a period's charts, by chart: `outcomes`, `wait` and `run`.
+    """Return the numbers for a page's charts of a period: `{chart: series}` for `outcomes`, `wait` and `run`.
 
-    A step of time for which the history has no row counts as one without jobs.
+    A minute or hour for which the history has no row counts as one without jobs.
     """
     last = now.replace(second=0, microsecond=0)
     if span.by == "hour":

@@ -1,4 +1,4 @@
-"""Jobs that wait or run: the list, and one job with the reasons why it does not run and its history."""
+"""The list of jobs that wait or run, and the page of one job: its history, and the reasons why it does not run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class AskedJobs(Paged):
     """The parameters of the list of jobs.
 
     Attributes:
-        q: A value that the arguments contain, such as `order_id:7`.
+        q: The name and value of an argument to search for, such as `order_id:7`.
         columns: Names of arguments to show as columns, separated by commas.
     """
 
@@ -47,7 +47,7 @@ class AskedJobs(Paged):
 
 
 def show_jobs(look: Look, asked: AskedJobs) -> View:
-    """Return the list of the newest jobs that match."""
+    """Return the list of the newest jobs that match the filter and the search."""
     wanted = JobFilter(queue=asked.queue, kind=asked.kind, state=asked.state, group=asked.group)
     contains = _search(look, asked.q)
     names = _columns(look, asked.columns)
@@ -68,9 +68,10 @@ def _find(
     asked: AskedJobs,
     args_bytes: int,
 ) -> Found[tuple[WaitingJob, str | None]]:
-    """Find the jobs that match, each with its arguments if they were read.
+    """Find the jobs that match the filter, each with its arguments if they were read.
 
-    A job is left out if only a hidden part of its arguments has the searched value: the search would reveal it.
+    A job that has the searched value (`contains`) only in a hidden part of its arguments is left out: the search would
+    reveal the value.
     """
 
     def find(before: UUID | None) -> Found[tuple[WaitingJob, str | None]]:
@@ -87,9 +88,9 @@ def _find(
 
 
 def show_one_job(look: Look, asked: OfJob) -> View:
-    """Return the page for this job id.
+    """Return the page for a job id.
 
-    The job may wait or run, have died or finished; if nothing is known of it, the page says so.
+    The job may wait or run, have died or finished. If nothing is known of the job, the page says so.
     """
     explanation = look.at("why", lambda c: explain_job(c, asked.job_id))
     try:
@@ -192,10 +193,7 @@ def _columns(look: Look, text: str | None) -> list[str]:
 
 
 def _cells(payloads: Payloads, kind: str, args: str | None, names: Sequence[str]) -> list[str]:
-    """Return the texts for a job's extra columns in the list, one for each of these names of arguments.
-
-    A text is the argument's value, without secrets.
-    """
+    """Return the cells of a job's extra columns in the list: the value of each argument in `names`, without secrets."""
     if not names:
         return []
     seen = None if args is None else payloads.seen_args(kind, args)
@@ -213,7 +211,7 @@ def _cell(found: object) -> str:
 
 
 def _counts(look: Look, queue: str | None) -> dict[str, tuple[int, bool]]:
-    """Return `{state: (number of jobs, True if that is an estimate)}`.
+    """Return the number of jobs in each state: `{state: (number, True if the number is an estimate)}`.
 
     Without a queue the jobs of all queues are counted.
     """

@@ -1,4 +1,4 @@
-"""Kinds: the outcomes of the jobs of each, and the relays that know it."""
+"""The pages of kinds: the outcomes of each kind's jobs, and the relays that have a handler for the kind."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from outboxq.dashboard.views.seen import seen_dead, seen_groups, seen_relays
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedKinds:
-    """The parameters of the list of kinds."""
+    """The parameter of the list of kinds: the period in which jobs are counted."""
 
     period: Period = "1h"
 
@@ -33,8 +33,8 @@ class AskedKind:
 def show_kinds(look: Look, asked: AskedKinds) -> View:
     """Return the list of kinds.
 
-    It has those that had a job in the period, that a relay knows, that are paused, or whose jobs were postponed because
-    no relay knows them.
+    The list has the kinds that had a job in the period, that a relay or the registry knows, that are paused, or whose
+    jobs were postponed because no relay knows them.
     """
     span = span_of(asked.period)
     history = look.at("the history", lambda c: read_history(c, since=span.back, by="kind")) or []

@@ -1,4 +1,4 @@
-"""Records that keep things from being done twice: effects (calls to other services), and accepted messages."""
+"""The pages of effects (calls to other services) and accepted messages, whose records prevent doing them twice."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,8 +18,8 @@ class AskedEffects:
     """The parameters of the list of effects (calls to other services).
 
     Attributes:
-        after_scope: With `after_key`, identifies the last effect of the previous page, after which this page
-            begins.
+        after_scope: The scope of the last effect of the previous page, after which this page begins.
+        after_key: The key of that effect.
     """
 
     scope: Scope | None = None
@@ -39,7 +39,7 @@ class AskedMessages:
 
 
 def show_effects(look: Look, asked: AskedEffects) -> View:
-    """Return the list of effects (calls to other services) that match.
+    """Return the list of effects (calls to other services) that match the filter.
 
     The first page without a filter begins with up to 20 effects whose outcome is unknown.
     """
@@ -73,7 +73,7 @@ def show_one_effect(look: Look, asked: OfEffect) -> View:
 
 
 def show_messages(look: Look, asked: AskedMessages) -> View:
-    """Return the list of the latest accepted messages that match."""
+    """Return the list of the latest accepted messages that match the filter."""
     wanted = MessageFilter(consumer=asked.consumer, message_id=asked.message_id)
     found = look.at("the messages", lambda c: latest_messages(c, wanted, limit=asked.limit + 1)) or []
     data = {"messages": found[: asked.limit], "more": len(found) > asked.limit}

@@ -1,4 +1,4 @@
-"""Relays, the doctor, and the audit of operators' actions."""
+"""The pages of relays, of the doctor, and of the audit, which records operators' actions."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ class AskedAudit(Paged):
 def show_relays(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
     """Return the list of relays that were seen within a day, with their longest-running jobs.
 
-    If one of these waits for a lock, the page names the session that holds it.
+    If such a job waits for a lock, the page names the session that holds the lock.
     """
     relays = look.at("relays", lambda c: list_relays(c, limit=_MOST_RELAYS)) or []
     running = [job for relay in relays if relay.state != "dead" for job in relay.running]
@@ -62,7 +62,7 @@ def show_bulk_runs(look: Look, asked: AskedAudit) -> View:
 
 
 def show_entry(look: Look, asked: OfEntry) -> View:
-    """Return the page of one action of the audit, with the rows that it was to change, and how far it has come."""
+    """Return the page of one action of the audit, with the rows that it was to change, and its progress."""
     detail = show_audit(look.connection, asked.entry)
     data = flat(detail, filter=_filter(look, detail.filter), change=_document(detail.change))
     is_bulk = detail.entry.action in BULK_ACTIONS
@@ -91,9 +91,9 @@ def _entries(look: Look, asked: AskedAudit, *, only_bulk: bool) -> View:
 
 
 def _filter(look: Look, text: str | None) -> Document | None:
-    """Return the filter of an operator's action, as a document for the page.
+    """Return the filter by which an operator's action chose rows, as a document for the page.
 
-    The texts by which it searched dead letters are redacted: they may be part of an error's text.
+    Texts by which the action searched dead letters are redacted, because they may be part of an error's text.
     """
     try:
         tree = None if text is None else read_tree(text)
@@ -110,10 +110,7 @@ def _filter(look: Look, text: str | None) -> Document | None:
 
 
 def _document(text: str | None) -> Document | None:
-    """Return a JSON text of the audit as a document for the page.
-
-    It needs no redaction: the audit keeps no payloads.
-    """
+    """Return a JSON text of the audit as a document for the page. The audit has no payloads to redact."""
     if text is None:
         return None
     try:

@@ -31,7 +31,7 @@ def show_overview(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as eve
 
 
 def by_minute(rows: list[HistoryRow], now: datetime, minutes: int) -> dict[str, list[Series]]:
-    """Return the lines and bars for charts of the last `minutes`, by chart: `outcomes`, `wait` and `run`.
+    """Return the numbers for charts of the last `minutes`: `{chart: series}` for `outcomes`, `wait` and `run`.
 
     A minute for which the history has no row counts as one without jobs.
     """
@@ -42,7 +42,7 @@ def by_minute(rows: list[HistoryRow], now: datetime, minutes: int) -> dict[str, 
 
 
 def series_of(rows: list[HistoryRow]) -> dict[str, list[Series]]:
-    """Return the lines and bars for charts of these rows of the history, by chart: `outcomes`, `wait` and `run`."""
+    """Return the numbers for charts of rows of the history: `{chart: series}` for `outcomes`, `wait` and `run`."""
     outcomes = [
         Series("done", [row.done for row in rows], "a"),
         Series("retried", [row.retried + row.snoozed for row in rows], "c"),
@@ -60,7 +60,6 @@ def _quantiles(rows: list[HistoryRow], name: str) -> list[Series]:
 
 
 def _sums(snapshot: Snapshot) -> dict[str, object]:
-    """Return the totals at the top of the overview, by name, such as the number of waiting jobs."""
     alive = [relay for relay in snapshot.relays if relay.state != "dead"]
     queues = [asdict(queue) for queue in snapshot.queues]
     oldest = [queue.oldest_waiting_seconds for queue in snapshot.queues if queue.oldest_waiting_seconds is not None]

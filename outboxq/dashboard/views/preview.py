@@ -1,4 +1,4 @@
-"""The preview of a change of many rows: its result is signed, so that the change is made exactly as it was shown."""
+"""The preview of a change of many rows. It is signed, so that the change is made exactly as the preview showed it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +43,14 @@ _COUNT_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedPreview:
-    """The parameters of a preview: the rows, and the change of them.
+    """The parameters of a preview: the rows by their ids or by a filter, and the change of these rows.
 
     Attributes:
         what: The name of the change.
-        of: `selected` means the rows whose ids are given, `all` those that match the filter; by default the ids, if
-            any are given.
+        of: `selected` means the rows whose ids are given, `all` those that match the filter; by default the ids, if any
+            are given.
         id: The ids of the selected rows, at most a page of them.
+        error: The type of the error of which dead letters died.
         contains: A text that the reason of dead letters contains.
         outcome: For a change that cancels jobs: `discard` deletes them, `dead` makes them dead letters.
     """
@@ -99,7 +100,7 @@ def _check_selection(asked: AskedPreview) -> None:
 
 
 def show_preview_again(look: Look, given: Mapping[str, str]) -> View:
-    """Return the preview of the same change once more, with the rows as they are now, because its form was refused.
+    """Return the preview of the same change again, with the rows as they are now, because the form was refused.
 
     Args:
         given: The fields of the refused form.
@@ -218,7 +219,6 @@ def _change(asked: AskedPreview) -> JobChange:
 
 
 def _seen(look: Look, found: Preview) -> Sequence[object]:
-    """Return the preview's sample jobs or dead letters, with secrets removed from their notes and reasons."""
     dead = [each for each in found.samples if isinstance(each, DeadJob)]
     if dead:
         return seen_dead(look, dead)

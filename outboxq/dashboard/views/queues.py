@@ -1,4 +1,4 @@
-"""Queues: the list of all of them, and the page of one."""
+"""The list of all queues, and the page of one queue."""
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -25,7 +25,7 @@ class AskedQueue:
 
 
 def show_queues(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """Return the list of all queues, with the settings of operators."""
+    """Return the list of all queues, with the settings that operators have made for them."""
     snapshot = take_snapshot(look.connection)
     look.sections.refused += snapshot.not_known
     known = look.at("the settings of queues", list_queues) or []

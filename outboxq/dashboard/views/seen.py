@@ -1,4 +1,4 @@
-"""Removes secrets from texts that other parts of outboxq have made about jobs, and that may repeat errors or notes."""
+"""Functions that remove secrets from texts about jobs, such as notes and reasons, which may repeat payloads."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +30,10 @@ def secrets_by_id(look: Look, of: Listed, ids: Iterable[UUID]) -> Mapping[UUID, 
 
 
 def seen_note(look: Look, job_id: UUID, note: str | None, secrets: Mapping[UUID, Sequence[str]]) -> str | None:
-    """Return the note of a job without secrets; a mask if the hidden values of the job are not in `secrets`."""
+    """Return the note of a job without secrets.
+
+    If `secrets` does not have the hidden values of the job, return a mask.
+    """
     if note is None or look.payloads.mode != "redacted" or job_id in secrets:
         return look.payloads.text(note, secrets.get(job_id, ()))
     return MASK
@@ -58,7 +61,8 @@ def seen_relays(look: Look, relays: Iterable[RelaySummary]) -> tuple[RelaySummar
 def seen_groups(look: Look, groups: Iterable[DeadGroup]) -> tuple[DeadGroup, ...]:
     """Return the same groups of dead letters with secrets removed from their errors.
 
-    The error of a group with a line of code is an exception's type, and stays; that of any other may be a free text.
+    If a group has a line of code, its error is an exception's type, and stays. The error of any other group may be free
+    text.
     """
     return tuple(replace(each, error=look.payloads.error(each.error)) if each.line is None else each for each in groups)
 
@@ -74,10 +78,10 @@ def seen_explanation(
 ) -> Explanation | None:
     """Return the explanation why a job does not run, without secrets.
 
-    Its reasons `dead` and `retrying` repeat the text of an error.
+    The reasons `dead` and `retrying` in an explanation repeat the text of an error.
 
     Args:
-        secrets: The hidden values of the job; None if they are not known: then the error's text is left out.
+        secrets: The hidden values of the job. If they are not known (None), the error's text is left out.
     """
     if explanation is None:
         return None
@@ -87,7 +91,7 @@ def seen_explanation(
 def seen_explanation_of_queue(look: Look, explanation: Explanation | None) -> Explanation | None:
     """Return the explanation why a queue does not run, without secrets.
 
-    It may repeat the last error of the queue's next job.
+    The explanation may repeat the last error of the queue's next job.
     """
     if explanation is None or explanation.job_id is None:
         return seen_explanation(look, explanation)

@@ -1,4 +1,4 @@
-"""The history of a job, moment by moment."""
+"""The timeline on a job's page: its start, its failed attempts, and its end or present state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ from outboxq.error_record import StoredAttempt
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A moment in the life of a job, as an entry of the timeline on its page.
+    """An entry of the timeline on a job's page: one moment in the life of the job.
 
     Attributes:
         at: The time; None for the present.
-        tone: The style in which the step is drawn.
+        tone: The style in which the entry is drawn.
+        detail: More about the event, such as the failed line of code.
     """
 
     at: datetime | None
@@ -25,7 +26,10 @@ class Step:
 
 
 def timeline(created_at: datetime, attempts: Sequence[StoredAttempt], ends: Sequence[Step]) -> list[Step]:
-    """Return the history of a job, the oldest entry first: when it was added, each failed attempt, then `ends`."""
+    """Return the timeline of a job, the oldest entry first: when it was added, each failed attempt, then `ends`.
+
+    `ends` has the job's end, or its present state.
+    """
     steps = [Step(created_at, "added")]
     for each in attempts:
         where = each.where[0] if each.where else None

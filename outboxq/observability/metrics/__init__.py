@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: counts of relays, and values read from the tables."""
+"""Metrics for Prometheus: counts that relays keep, and values that are read from the tables."""

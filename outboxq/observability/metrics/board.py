@@ -1,4 +1,4 @@
-"""The board for Grafana: eight rows of panels over the metrics of relays and of the exporter."""
+"""The dashboard for Grafana: eight rows of panels over the metrics of relays and of the exporter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ _WIDTH, _HEIGHT = 24, 7
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel: its title, and an expression for each of its legends."""
+    """A panel of the dashboard for Grafana.
+
+    `targets`: Prometheus's expressions, by their legends. `unit` and `type` are Grafana's names.
+    """
 
     title: str
     targets: Mapping[str, str]
@@ -160,7 +163,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
 
 
 def dashboard() -> dict[str, object]:
-    """Return the board for import into Grafana; data source, databases and queues are chosen on it."""
+    """Return the dashboard for import into Grafana; its users choose data source, databases and queues on it."""
     return {
         "title": "outboxq",
         "uid": "outboxq",

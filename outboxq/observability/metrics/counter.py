@@ -1,6 +1,6 @@
 """The counter: a hook that counts a relay's events, except for the outcomes of jobs, which the aggregate counts.
 
-Plain dictionaries under one lock: objects of prometheus_client would cost the slots several microseconds a job.
+It uses plain dictionaries, because objects of prometheus_client would cost several microseconds for each job.
 """
 
 import threading
@@ -61,7 +61,10 @@ _HANDLED_APART = (events.JobsClaimed, events.DatabaseLost, events.DatabaseBack, 
 
 @dataclass(slots=True)
 class _Claims:
-    """Counts of one queue's claims that took jobs: the claims, their jobs, and their round trips by duration."""
+    """Counts of one queue's claims that took jobs, and of these jobs.
+
+    `seconds` is the sum of the claims' round trips to the database, and `buckets` counts the claims by this time.
+    """
 
     claims: int = 0
     jobs: int = 0
@@ -77,7 +80,7 @@ class _Claims:
 
 
 class EventCounter:
-    """A hook: counts all events other than the outcomes of jobs."""
+    """A hook that counts all events other than the outcomes of jobs, for the relay's metrics."""
 
     # The events that the hook receives. None of them occurs for every job, unless each job is claimed alone.
     events = frozenset({*COUNTED, *_HANDLED_APART})
@@ -103,7 +106,7 @@ class EventCounter:
     def read(self) -> Reading:
         """Return all counts so far. A label's values beyond a cap are counted under `_other`.
 
-        All readings share the values that have been counted separately, so that no count moves to another label.
+        All readings of this counter agree on the values beyond the cap, so that no count moves to another label.
         """
         reading = Reading(caps=self._reading.caps)
         for name in _ZEROS:

@@ -1,7 +1,7 @@
-"""The exporter: queries the tables every 15 seconds, and keeps the answers for scrapes.
+"""The exporter: queries the tables every 15 seconds, and keeps the results for Prometheus's requests (scrapes).
 
-A thread for each database. So a scrape never waits for a database, and the cost of queries does not depend on the
-number of scrapes. The doctor is called once a minute.
+Each database has a thread of its own. So a scrape never waits for a database, and the cost of queries does not depend
+on the number of scrapes. The doctor is called once a minute.
 """
 
 import logging
@@ -35,7 +35,7 @@ _UP = "outboxq_exporter_up"
 
 
 class FindingLike(Protocol):
-    """The attributes of a finding of `outboxq doctor` that the exporter reads."""
+    """The attributes of a doctor's finding (`outboxq.doctor.findings.Finding`) that the exporter reads."""
 
     @property
     def code(self) -> str:
@@ -44,7 +44,7 @@ class FindingLike(Protocol):
 
     @property
     def severity(self) -> str:
-        """The finding's severity."""
+        """The finding's severity, such as "warning"."""
         ...
 
     @property
@@ -59,8 +59,9 @@ class DatabaseExporter:
 
     Args:
         connect: Opens a connection, which may take some seconds.
-        find: Calls the doctor, on connections of its own.
+        find: Calls the doctor, on connections of its own, every `doctor_seconds`.
         minutes: The sums of jobs' outcomes, if these are exported too.
+        look_seconds: The pause between two polls.
 
     Attributes:
         missing: The reason why parts of the last poll failed, if tables are missing.
@@ -93,9 +94,10 @@ class DatabaseExporter:
         self._over.set()
 
     def read(self) -> Reading:
-        """Return the last poll's reading and `outboxq_exporter_up`; only that, as 0, if `is_up` is False.
+        """Return the last poll's reading, together with the metric `outboxq_exporter_up`.
 
-        Waits for the first poll, 5 seconds at most.
+        If `is_up` is False, the reading has only that metric, with the value 0. Waits for the first poll, 5 seconds at
+        most.
         """
         self._first.wait(_FIRST_SECONDS)
         reading = Reading.without_caps()

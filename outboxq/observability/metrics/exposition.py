@@ -1,4 +1,4 @@
-"""The exposition: a reading in the text format of Prometheus, made by prometheus_client."""
+"""The exposition: converts readings into the text format of Prometheus, by prometheus_client."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
@@ -64,7 +64,7 @@ def _histogram(family: Family, found: list[tuple[str, dict[Labels, Buckets]]]) -
 
 
 def registry_of(read: Callable[[], Mapping[str, Reading]]) -> CollectorRegistry:
-    """Return a registry that contains only these readings."""
+    """Return a registry of prometheus_client that contains only the metrics of the readings that `read` returns."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ReadingCollector(read))
     return registry

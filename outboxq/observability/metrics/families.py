@@ -1,4 +1,4 @@
-"""The metrics: their names, types and labels, which later versions of outboxq keep."""
+"""The definitions of the metrics: their names, types and labels, which later versions of outboxq keep."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric, with the labels that distinguish its series."""
+    """The definition of a metric; each combination of values of its labels is a series of its own."""
 
     name: str
     type: MetricType

@@ -1,7 +1,7 @@
-"""The outcomes of jobs since the exporter began, by the history that relays write.
+"""The outcomes of jobs since the exporter began, added up from the history that relays write.
 
-Rows of the history grow, are merged into hours, and are removed, while exported sums may only grow. So minutes to which
-no relay adds any more are added up here, once, and minutes that may still grow are read again by each poll.
+Rows of the history grow, are merged into hours, and are removed, but exported sums may only grow. So a minute that
+relays no longer add to is added up here, once. Later minutes may still grow, and each poll reads them again.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class MinuteSums:
         self._micros: dict[tuple[str, Labels], int] = {}
 
     def look(self, connection: Connection) -> None:
-        """Bring the sums up to date, by a query for the minutes since the last poll, in the caller's transaction."""
+        """Bring the sums up to date, by queries for the minutes since the last poll, in the caller's transaction."""
         execute = connection.execute
         # At first the whole minute that has begun.
         since: datetime = self._since or execute(statements.minute(0)).scalar_one()
@@ -50,7 +50,7 @@ class MinuteSums:
     def read(self) -> Reading:
         """Return the sums as a reading. A label's values beyond a cap are counted under `_other`.
 
-        All readings share the values that have been counted separately, so that no sum moves to another label.
+        All readings of this object agree on the values beyond the cap, so that no sum moves to another label.
         """
         reading = Reading(caps=self._caps)
         for counts in (self._closed, self._open):

@@ -26,17 +26,19 @@ MOST: Mapping[str, int] = {
 
 @dataclass(slots=True)
 class LabelCaps:
-    """Bounds the series of metrics: the first values of a label have their own, and later ones share `_other`.
+    """Limits the number of series of a metric.
+
+    The first values of a label get series of their own. Values beyond the label's cap share the series `_other`.
 
     Args:
-        most: The most values of each label; a label that is not named has no cap.
+        most: The cap of each label: its most values. A label that is not named has no cap.
     """
 
     most: Mapping[str, int] = field(default_factory=lambda: MOST)
     _seen: dict[str, set[Labels]] = field(default_factory=dict)
 
     def fit(self, family: Family, labels: Labels) -> Labels:
-        """Return the labels under which to count: the given ones, or with `_other` for values beyond the cap."""
+        """Return the labels of the series to count under, with `_other` in place of each value beyond its cap."""
         fitted: list[str] = []
         for name, value in zip(family.labels, labels, strict=True):
             # A lone surrogate, in the name of a class, cannot be encoded in UTF-8.
@@ -57,7 +59,11 @@ class LabelCaps:
 
 @dataclass(slots=True)
 class Reading:
-    """The values of metrics at one moment, by the metrics' names and the labels of each series."""
+    """The values of metrics at one moment, by the metrics' names and the labels of each series.
+
+    `values` has the counters and gauges. `histograms` has counts by bucket, and a sum in microseconds. `caps` limits
+    the number of series.
+    """
 
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
     histograms: dict[str, dict[Labels, Buckets]] = field(default_factory=dict)
@@ -75,7 +81,7 @@ class Reading:
         series[fitted] = series.get(fitted, 0) + amount
 
     def highest(self, name: str, labels: Labels, value: float) -> None:
-        """Set a gauge to `value`, unless it is higher already: several values may share the series `_other`."""
+        """Set a gauge to `value`, unless it is higher already, because another value may share the series `_other`."""
         series = self.values.setdefault(name, {})
         fitted = self.caps.fit(FAMILIES[name], labels)
         series[fitted] = max(series.get(fitted, value), value)
@@ -92,7 +98,7 @@ class Reading:
         series[fitted] = [one + other for one, other in zip(before, counts, strict=True)], sum_before + micros
 
     def merge(self, other: "Reading", *, without_gauges: bool = False) -> None:
-        """Add another reading to this one. `without_gauges`: leave out its gauges, because its process has ended."""
+        """Add another reading to this one. `without_gauges`: leave out its gauges, if its process has ended."""
         for name, series in other.values.items():
             if not (without_gauges and FAMILIES[name].type == "gauge"):
                 for labels, value in series.items():
@@ -113,10 +119,10 @@ class Reading:
 
     @classmethod
     def decoded(cls, data: bytes) -> "Reading":
-        """The reading that `encoded` wrote.
+        """Return the reading that `encoded` has converted into these bytes.
 
         Raises:
-            msgspec.DecodeError: it is something else.
+            msgspec.DecodeError: the bytes are something else.
         """
         values, histograms = msgspec.msgpack.decode(data, type=_Rows)
         found = cls()
@@ -128,7 +134,10 @@ class Reading:
 
 
 def without_kinds(reading: Reading) -> Reading:
-    """Return the same reading with the kinds of each queue added up, under an empty label, which means no label."""
+    """Return a reading in which the values of all kinds of a queue are added up.
+
+    Its label `kind` is empty, which Prometheus treats as no label.
+    """
     plain = Reading.without_caps()
     for name, series in reading.values.items():
         for labels, value in series.items():

@@ -1,7 +1,7 @@
 """The HTTP server of metrics: /metrics and /healthz, in daemon threads.
 
-A read or a write may take a second, a connection four, and there are eight at a time: a client that is slow, or sends
-invalid requests, is cut off, and delays neither other clients for long nor the process.
+A client that is slow, or sends invalid requests, is cut off: a read or a write may take a second, a connection four,
+and there are eight at a time.
 """
 
 import logging
@@ -27,10 +27,10 @@ _PLAIN_TEXT = "text/plain; charset=utf-8"
 
 
 def parse_address(text: str, host: str = "127.0.0.1") -> Address:
-    """Return the address that `[HOST:]PORT` names; an IPv6 host is in brackets. Port 0 means a free one.
+    """Return the address that `[HOST:]PORT` names; an IPv6 host is in brackets. Port 0 means a free port.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: the text is no address.
     """
     given, colon, port = text.rpartition(":")
     name = given.removeprefix("[").removesuffix("]") if colon else host
@@ -42,7 +42,7 @@ def parse_address(text: str, host: str = "127.0.0.1") -> Address:
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers in a thread for each connection, eight at the most."""
+    """The HTTP server, which answers each connection in a thread, eight connections at a time at the most."""
 
     daemon_threads = True
     # Otherwise the end would wait for clients.
@@ -91,7 +91,7 @@ def _cut_off(connection: socket.socket) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET /metrics and /healthz."""
+    """Answers the requests GET /metrics and /healthz of one connection."""
 
     # The time that one read or write may take.
     timeout = _READ_SECONDS
@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the signature of the base
-        """Log nothing: requests are not logged."""
+        """Do not log requests."""
 
 
 @contextmanager

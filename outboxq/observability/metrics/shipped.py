@@ -7,10 +7,10 @@ from outboxq.observability.metrics.board import dashboard as board
 
 
 def rules() -> str:
-    """The alerts for Prometheus, as YAML."""
+    """Return the alert rules for Prometheus, as YAML."""
     return files("outboxq.observability.metrics").joinpath("rules.yml").read_text(encoding="utf-8")
 
 
 def dashboard() -> str:
-    """The board for Grafana, as JSON."""
+    """Return the dashboard for Grafana, as JSON."""
     return json.dumps(board(), indent=2) + "\n"

@@ -44,7 +44,11 @@ _HOLDERS: tuple[str, ...] = ("session", "prepared", "slot", "standby")
 
 @dataclass(slots=True)
 class TablesLook:
-    """One poll, on one connection; later parts read the results of earlier ones here."""
+    """The state of one poll on one connection; later parts of the poll read the results of earlier ones here.
+
+    `reading`: the metrics so far. `serving`: how many slots serve each queue. `standby_delay_seconds`: the delay of the
+    server, None if it is no standby.
+    """
 
     connection: Connection
     schema: str

@@ -1,4 +1,4 @@
-"""OpenTelemetry: spans and metrics of producers and relays, and the trace context that leads from one to the other.
+"""OpenTelemetry: spans and metrics of producers and relays, and the trace context that connects their spans.
 
 Needs the extra `outboxq[otel]`; no other module of outboxq imports it.
 """

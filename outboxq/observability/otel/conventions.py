@@ -36,10 +36,10 @@ DURATION_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75,
 
 
 def operation(name: str, queue: str) -> dict[str, str | int | float]:
-    """The attributes of an operation, "send" or "process", on a queue."""
+    """Return the attributes of spans and metrics for an operation on a queue, "send" or "process"."""
     return {SYSTEM: "outboxq", OPERATION_NAME: name, OPERATION_TYPE: name, DESTINATION: queue}
 
 
 def error_type(error: BaseException) -> str:
-    """Return the class of an exception, never its text, which may contain arguments of a job."""
+    """Return the name of an exception's class, and never its text, which may contain arguments of a job."""
     return name_of(error)

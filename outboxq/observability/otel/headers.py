@@ -1,6 +1,6 @@
 """The trace context in the headers of jobs, as W3C Trace Context defines it: `traceparent` and `tracestate`.
 
-No baggage: it would store the values of callers with each job.
+OpenTelemetry's baggage is left out, because it would store values of callers with each job.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _Headers = dict[str, str]
 
 
 def context_of(headers: str) -> trace.SpanContext | None:
-    """Return the context in which a job was added, from its headers as JSON text; None without a valid one."""
+    """Return the trace context that the headers of a job, as JSON text, contain; None without a valid one."""
     if f'"{_NAME}"' not in headers:
         return None
     try:
@@ -36,10 +36,10 @@ def has_context(new: NewJob) -> bool:
 
 
 def with_context(jobs: Mapping[str, NewJob], span: trace.Span) -> dict[str, NewJob]:
-    """Return the jobs with the context of a span in their headers, and in those of their followers.
+    """Return the jobs, and the jobs that follow them, with the context of a span in their headers.
 
-    Jobs that share an envelope still share one afterwards, so that options are sent once for all of them. A job that
-    has a `traceparent` keeps it, and headers that would exceed the limit stay as they are.
+    A job that has a `traceparent` keeps it, and headers that would exceed the limit stay as they are. Jobs that share
+    an envelope, the object with their headers and options, still share one, so that these are sent only once.
     """
     carrier: _Headers = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))

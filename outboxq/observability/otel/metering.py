@@ -1,4 +1,4 @@
-"""The metrics of the relay's side: how long handlers ran, and how many jobs they received."""
+"""OpenTelemetry's metrics of handlers: how long they ran, and how many jobs they received."""
 
 from opentelemetry import metrics
 
@@ -17,7 +17,7 @@ EVENTS: tuple[type[object], ...] = tuple(_OUTCOMES)
 
 
 class ProcessMeter:
-    """A hook of the registry that measures committed attempts."""
+    """A hook that measures the committed attempts of jobs; `instrument_jobs` registers it."""
 
     def __init__(self, meter: metrics.Meter) -> None:
         self._duration = meter.create_histogram(

@@ -1,4 +1,4 @@
-"""The relay's side: a span around each call of a handler, and metrics of the calls' outcomes."""
+"""Tracing of handlers in a relay: a span around each call, and metrics of the calls' outcomes."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ Relation = Literal["link", "parent"]
 
 
 class CallContext(Protocol):
-    """The context of a handler's call; that of a single job also has a `job`."""
+    """The context of a handler's call, as far as tracing reads it; that of a single job also has a `job`."""
 
     @property
     def jobs(self) -> Sequence[Job]:
@@ -35,14 +35,14 @@ class CallContext(Protocol):
 
 
 class Registry(Protocol):
-    """A registry of handlers, such as `outboxq.Jobs`."""
+    """A registry of handlers, such as `outboxq.Jobs`, as far as `instrument_jobs` uses it."""
 
     def around(self, function: Any, /) -> Any:
-        """Register a function that wraps each call."""
+        """Register a function that wraps each call of a handler."""
         ...
 
     def on(self, *events: type[object]) -> Callable[[Any], Any]:
-        """Register a hook."""
+        """Return a decorator that registers a hook for these events."""
         ...
 
 
@@ -51,7 +51,7 @@ _LINKS_MOST = 128
 
 
 class ProcessTracer:
-    """Makes the span of each call: an around of the registry."""
+    """Makes a span for each call of a handler; `instrument_jobs` registers its method `around`."""
 
     def __init__(
         self, tracer: trace.Tracer, sender: TracingSender, relation: Relation, *, record_exceptions: bool
@@ -133,14 +133,14 @@ def _attributes(ctx: CallContext, jobs: Sequence[Job]) -> dict[str, str | int | 
 
 
 def _session_of(ctx: CallContext) -> Session | None:
-    """Return the plain session of a call, if it is open already: tracing opens none."""
+    """Return the plain (not async) session of a call; None if the call has opened no session yet."""
     found: Any = ctx
     session = vars(ctx).get("session") if _is_of_one_job(ctx) else found.session
     return None if session is None else plain_session(session, "tracing")
 
 
 def _is_of_one_job(ctx: CallContext) -> bool:
-    """Return True if the call is of a single job's handler, and not of a batch handler."""
+    """Return True if the call is of a single job's handler, and False if it is of a batch handler."""
     return hasattr(ctx, "job")
 
 
@@ -152,11 +152,11 @@ def instrument_jobs(
     tracer_provider: trace.TracerProvider | None = None,
     meter_provider: metrics.MeterProvider | None = None,
 ) -> None:
-    """Trace the calls of a registry's handlers, and of those that it includes, and measure them.
+    """Trace and measure the calls of the handlers of a registry, and of the registries that it includes.
 
     Each call has a span `process {queue}`, which is current while the handler runs; a batch handler has one for all
-    jobs of a call. Jobs that a handler adds carry the context of a `send` span within it. Call this before registering
-    other arounds, so that these run within the span.
+    jobs of a call. Jobs that a handler adds carry the context of a `send` span within that span. Call this before
+    registering other arounds, so that these run within the span.
 
     Args:
         relation: The relation to the span in which the job was added: "link", in a trace of its own, or "parent", in

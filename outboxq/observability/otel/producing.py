@@ -1,4 +1,4 @@
-"""The producer's side: for each queue, one span around the INSERT of a flush, whose context is stored with the jobs."""
+"""Tracing of producers: a span around the INSERT of a flush, for each queue; its context is stored with the jobs."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Sessions = (
 
 
 class TracingSender:
-    """Makes spans for jobs that are added, and writes their contexts into the jobs' headers."""
+    """Makes spans for jobs that are added, and writes the spans' contexts into the jobs' headers."""
 
     def __init__(
         self, tracer_provider: trace.TracerProvider | None, meter_provider: metrics.MeterProvider | None
@@ -123,7 +123,7 @@ def instrument(
     """Trace the jobs that sessions add: a span `send {queue}` for each flush and queue, whose context the jobs carry.
 
     The context is in the headers `traceparent` and `tracestate` of the jobs; a `traceparent` that the caller has given
-    stays as it is. A span shows that jobs were sent, not that they were committed. They are also counted
+    stays as it is. A span shows that jobs were sent, not that they were committed. The sent jobs are also counted
     (`messaging.client.sent.messages`).
 
     Args:
@@ -141,9 +141,9 @@ def instrument(
 
 
 def _classes(sessions: object) -> Sequence[type[Session]]:
-    """Return the classes of plain sessions that a factory or class makes or uses.
+    """Return the plain (not async) session classes to trace, which a factory or an async class uses.
 
-    An async factory or class is first given a class of plain sessions of its own, so that no other sessions are traced.
+    An async factory or class first gets a plain session class of its own, so that no other sessions are traced.
     """
     if isinstance(sessions, scoped_session | async_scoped_session):
         return _classes(sessions.session_factory)

@@ -74,7 +74,7 @@ class Reindexer(PeriodicTask):
         return None
 
     def _advise(self, connection: PGconn) -> None:
-        """Log once if an index is bloated, which this role may not rebuild: normally it does not own the table."""
+        """Log once if an index is bloated and this role may not rebuild it: usually the role does not own the table."""
         if wasted := self._wasted(connection):
             self._say_once(
                 f"index {wasted[0][0]} is far larger than what is in it, and this role may not build it again: "

@@ -95,7 +95,7 @@ class Scheduler:
         self._warned: set[str] = set()
 
     def expect(self, seconds: float) -> None:
-        """Set the next check for due schedules to `seconds` from now; start the thread if it is the first schedule."""
+        """Set the next check for due schedules to `seconds` from now; start the thread when it is first needed."""
         with self._changed:
             self._due_at = time.monotonic() + seconds
             is_needed = seconds < math.inf and not self.until_empty and not self.stopping.is_set()
@@ -236,7 +236,7 @@ def _event(stored: StoredSchedule, new: NewJob, due: datetime, now: datetime) ->
 
 
 def due_times(stored: StoredSchedule, now: datetime) -> list[datetime]:
-    """Return those due times of a schedule, up to `now`, for which a job is to be added: its `missed` decides."""
+    """Return those due times of a schedule, up to `now`, for which a job is to be added, as its `missed` says."""
     first, cron = stored.schedule.next_at, stored.cron
     if stored.schedule.missed == "all":
         return cron.due_times(first, now, MOST_JOBS)

@@ -1,6 +1,7 @@
-"""Transactions apart from those of a relay's slots, on a separate connection, made like the relay engine's own.
+"""Short transactions of a relay apart from those of its slots, on a connection from a separate pool.
 
-It comes from a separate pool: slots that hold all of the engine's connections do not delay it.
+The pool is made like that of the relay's engine. Slots that hold all of the engine's connections do not delay these
+transactions.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ _ANSWER_SECONDS = 30.0
 class SideConnection:
     """One connection for the relay's own short transactions, opened when one of them needs it.
 
-    It comes from the sync engine or, without one, from the async engine; that one is used in the relay's event loop.
+    The connection comes from the sync engine or, without one, from the async engine. In the latter case it is used in
+    the relay's event loop.
     """
 
     def __init__(self, engines: Engines, schema: str, loop: LoopThread) -> None:

@@ -1,4 +1,4 @@
-"""The time for which queues keep their dead letters, and the age of the oldest. No locks."""
+"""The doctor's statements for the time for which queues keep dead letters, and the age of the oldest. No locks."""
 
 from sqlalchemy import TextClause, text
 
@@ -18,7 +18,7 @@ WHERE oldest.seconds > kept.seconds + CAST(:late AS float8) ORDER BY kept.name""
 
 
 def kept_queues(schema: str) -> TextClause:
-    """Select the queues for which operators have set how long dead letters are kept, and the seconds: 0 for ever.
+    """Select the queues for which operators have set how long dead letters are kept, with the seconds (0: for ever).
 
     It is `prune.select_kept` as SQLAlchemy text, for any driver. Reads the small table `queue`.
     """
@@ -28,7 +28,7 @@ def kept_queues(schema: str) -> TextClause:
 def overdue(schema: str) -> TextClause:
     """Select the queues whose oldest dead letter should have been deleted more than `late` seconds ago.
 
-    Parameters to bind: `names`, the queues to check; `seconds`, the time for which each keeps its dead letters; `late`.
-    Index: dead_job_queue, one entry a queue.
+    Parameters to bind: `names`, the queues to check; `seconds`, for each queue the time for which it keeps its dead
+    letters; `late`. Index: dead_job_queue, one entry a queue.
     """
     return text(_OVERDUE.format(dead=qualified(schema, "dead_job")))

@@ -23,9 +23,10 @@ FROM (
 
 
 def abandoned_effects(schema: str, grace_seconds: float) -> TextClause:
-    """Count the calls in progress whose lock expired over `grace_seconds` ago; also the seconds since the first did.
+    """Count the calls that were abandoned: those in progress or in doubt whose lock expired over `grace_seconds` ago.
 
-    The caller has died, and no other has taken the call over. Index: effect_open, from its start.
+    No other caller has taken them over. The row also has the seconds since the first of these locks expired. Index:
+    effect_open, from its start.
     """
     return text(
         f"""\

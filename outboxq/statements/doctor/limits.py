@@ -1,4 +1,4 @@
-"""The limits and rates of queues, and their present use. No locks."""
+"""The doctor's statements for the limits and rates of queues, and their present use. No locks."""
 
 from sqlalchemy import TextClause, text
 
@@ -62,10 +62,10 @@ ORDER BY held.pid LIMIT 20"""
 def foreign_locks(
     schema: str, queue: str | None, *, most: int = 0, group: str | None = None, per_group: int = 1
 ) -> TextClause:
-    """Select sessions other than relays' that hold an advisory lock of outboxq: of a limit, a group, or an `every`.
+    """Select sessions other than relays' that hold advisory locks of outboxq, and so keep relays from claiming.
 
-    Such a lock keeps relays from claiming. With a queue, only the locks of its limit count, and those of its group
-    `group`. Reads pg_locks. A prepared transaction has no `pid`.
+    The locks are those of queues' limits, of groups, and of the periods of `every`. With `queue`, only the locks of
+    this queue's limit count, and those of its group `group`. Reads pg_locks. A prepared transaction has no `pid`.
 
     Args:
         most: The number of jobs of the queue that may run at a time.
@@ -95,8 +95,8 @@ def queue_limits(schema: str) -> TextClause:
 def running(schema: str) -> TextClause:
     """Count, for each of some queues, the jobs that run or are leased, and so use the queue's limit.
 
-    Parameters to bind: `names`, the queues; `most`, the limit of each. In transaction mode each running job holds a
-    slot, an advisory lock; a suspect (it ran when its relay died) has a lease too, and counts once.
+    Parameters to bind: `names`, the queues; `most`, the limit of each. In transaction mode each running job holds an
+    advisory lock of the limit. A suspect (it ran when its relay died) has such a lock and a lease, and counts once.
 
     Indexes: job_leased and job_group_state, as many rows as there are leased jobs.
     """

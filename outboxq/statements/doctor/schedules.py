@@ -1,4 +1,7 @@
-"""Schedules that do not add their jobs. Reads the table of schedules, which is small; no locks."""
+"""The doctor's statements for schedules that do not add their jobs.
+
+They read the table of schedules, which is small; no locks.
+"""
 
 from typing import Any
 
@@ -30,7 +33,7 @@ ORDER BY next_at LIMIT :most"""
 
 
 def paused_schedules(schema: str, older_than_seconds: float) -> TextClause:
-    """Select schedules that were paused over `older_than_seconds` ago, with their owner, and all disabled ones.
+    """Select schedules that were paused over `older_than_seconds` ago, and all disabled ones with their owners.
 
     A disabled schedule is one that its owner's code no longer declares.
     """
@@ -46,10 +49,10 @@ ORDER BY paused_at LIMIT :most"""
 
 
 def coming_schedules() -> Select[Any]:
-    """Select schedules that are due in the future, the one with the latest time first.
+    """Select schedules that are due in the future, the latest first, to find those whose due time is too late.
 
-    The column `now` is the database's time, read by this query: never earlier than the state of the rows that it
-    returns.
+    Such a time was computed while the database's clock was ahead. The column `now` is the database's time, read by this
+    query: never earlier than the state of the rows that it returns.
     """
     named = (schedule.c[name] for name in ("name", "kind", "queue", "cron", "time_zone", "next_at", "last_at"))
     return (
@@ -61,7 +64,7 @@ def coming_schedules() -> Select[Any]:
 
 
 def all_schedules(schema: str) -> TextClause:
-    """Select the schedules, with the kind and the queue of the jobs that each adds.
+    """Select the schedules, with the kind and the queue of the jobs that each adds, to compare them with a registry.
 
     The column `declared` is true if an application's code declares the schedule and the schedule is not disabled.
     """

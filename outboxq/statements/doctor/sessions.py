@@ -1,6 +1,6 @@
-"""Sessions, transactions, slots and settings, for the doctor.
+"""The doctor's statements for sessions, transactions, replication slots and settings.
 
-All statements read views of the server's shared memory or small catalogs, and none waits for a lock.
+All of them read views of the server's shared memory or small catalogs, and none waits for a lock.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def schema_name(schema: str) -> BindParameter[str]:
 
 
 def backend_pid() -> TextClause:
-    """Select the process id of the backend that runs this transaction."""
+    """Select the process id of the backend that runs this transaction, to find out if a pooler changes it."""
     return text("SELECT pg_catalog.pg_backend_pid()")
 
 
@@ -78,14 +78,15 @@ ORDER BY activity.xact_start NULLS LAST LIMIT :listed"""
 
 
 def jobs_of(schema: str) -> TableClause:
-    """Return the table `job` of a schema, with only its `id` and the system column `xmax` as a text."""
+    """Return the table `job` of a schema, for `leased_jobs`: only its `id`, and the system column `xmax` as a text."""
     return table("job", column("id", Uuid()), column("xmax", Text()), schema=schema)
 
 
 def leased_jobs(jobs: TableClause, transactions: list[str], stretch: Sequence[ColumnElement[bool]]) -> Executable:
     """Count the jobs of one part of the table whose rows each of these transactions has deleted, changed or locked.
 
-    No locks. `stretch`: the part of the table, as conditions from `stretches`.
+    So the doctor can say how many jobs a session holds. `transactions`: their ids. `stretch`: the part of the table, as
+    conditions from `stretches`. No locks.
     """
     by = cast(jobs.c.xmax, StoredText())
     return select(by.label("xid"), count().label("jobs")).where(by.in_(transactions), *stretch).group_by(by)
@@ -168,7 +169,7 @@ ORDER BY transactions DESC LIMIT :listed"""
 
 
 def hidden_transactions() -> TextClause:
-    """Count sessions of this database with a transaction whose age and state this role may not see."""
+    """Count sessions of this database whose transaction has an age and a state that this role may not see."""
     return text(
         """\
 SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity
@@ -192,7 +193,7 @@ def settings(names: tuple[str, ...]) -> TextClause:
 def role_settings(schema: str, names: tuple[str, ...]) -> TextClause:
     """Select the values that are stored for other roles (ALTER ROLE ... SET), for settings of these names. Bound: 100.
 
-    Only roles that may delete from `job`, as a relay must; only values that apply in this database.
+    Only roles that may delete from `job`, as a relay must, are included, and only values that apply in this database.
     """
     return text(
         """\

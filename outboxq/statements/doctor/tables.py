@@ -135,9 +135,9 @@ GROUP BY class.oid, class.relname ORDER BY 1"""
 
 
 def groups_of_role(names: list[str]) -> TextClause:
-    """Select those of these roles that exist and whose rights this role has as their member.
+    """Select those of the roles `names` that exist and whose rights this role has as a member.
 
-    Catalogs only; no locks.
+    From them the doctor concludes the role's purpose, such as a relay's or a producer's. Catalogs only; no locks.
     """
     return text(
         "SELECT rolname::text FROM pg_catalog.pg_roles "
@@ -151,7 +151,10 @@ def search_path() -> TextClause:
 
 
 def schema_creators(schema: str, names: list[str]) -> TextClause:
-    """Select roles that may create in these schemas, except this one, superusers, and owners of schema or database."""
+    """Select roles that may create in these schemas, except this one, superusers, and owners of schema or database.
+
+    SQL that names no schema could call functions that such a role creates there.
+    """
     return text(
         """\
 SELECT namespace.nspname::text AS schema, coalesce(role.rolname::text, 'PUBLIC') AS creator

@@ -86,7 +86,10 @@ class HandlerError(OutboxqError):
 
 
 class NothingDone(HandlerError, PermanentError):
-    """A handler returned a coroutine that was never awaited, or the class of an outcome: every attempt would do so."""
+    """A handler's work was not done: it returned a coroutine that was never awaited, or the class of an outcome.
+
+    Every attempt would return the same, so the job becomes a dead letter.
+    """
 
 
 class ResultNotKept(HandlerError, PermanentError):
@@ -101,6 +104,16 @@ class ResultNotKept(HandlerError, PermanentError):
 
 class HandlerRolledBack(HandlerError):
     """The handler rolled its session back, so its rows are gone although it returned."""
+
+
+class SessionRefused(HandlerError):
+    """A batch handler in lease mode used `ctx.session`: it runs outside any transaction, and has no session."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            'a batch handler with claim="lease" has no session: open one of your own, write the rows in a job that '
+            'another handler runs, or leave out claim="lease"'
+        )
 
 
 class TransactionVerbRefused(HandlerError):
@@ -261,7 +274,7 @@ class ScheduleDeclared(OutboxqError):
 
 
 class ScheduleOwned(ConfigError):
-    """The code of the registry `claimant` declares schedules of these `names`, which the code of `owner` declares."""
+    """The registry `claimant` declares schedules, `names`, that belong to another registry, `owner`."""
 
     def __init__(self, names: Sequence[str], owner: str, claimant: str) -> None:
         adopted = shlex.join([*names, "--owner", claimant])
@@ -312,11 +325,11 @@ class EffectNotRecorded(EffectError):
 
 
 class CallNotApplied(OutboxqError):
-    """Raise it in the function given as `call`: the other side surely did nothing. It will be called again."""
+    """Raise it in the function `call` of `once` if the other side surely did nothing: it will be called again."""
 
 
 class CallRefused(OutboxqError):
-    """Raise it in the function given as `call`: the other side refused for good. `reason` is stored and replayed."""
+    """Raise it in the function `call` of `once` if the other side refused for good: `reason` is stored and replayed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -377,7 +390,7 @@ class ResultNotStorable(EffectError, PermanentError):
 
 
 class EffectRefused(HandlerError):
-    """`once` was called at a point at which the call cannot be made safely."""
+    """`once` was called at a point at which the call cannot be made safely, as in a batch of several jobs."""
 
 
 class EffectNotFound(OutboxqError):
@@ -397,9 +410,9 @@ class AuditNotFound(OutboxqError):
 
 
 class RunElsewhere(OutboxqError):
-    """Another process has taken over a change of many rows, or is changing some of them, so this process stops.
+    """This process stops a change of many rows: another process has taken it over, or is changing some of the rows.
 
-    `resumed`: True if `outboxq bulk resume` took it over.
+    `resumed`: True if `outboxq bulk resume` took the change over.
     """
 
     def __init__(self, entry: UUID, *, resumed: bool) -> None:
@@ -412,9 +425,10 @@ class RunElsewhere(OutboxqError):
 
 
 class RunNotResumable(OutboxqError):
-    """A change of many rows cannot be resumed.
+    """A change of many rows, such as one by `outboxq bulk`, cannot be resumed.
 
-    It has ended, is no such change, or would exceed the number of rows that was agreed to.
+    The change has ended, or would exceed the number of rows that was agreed to; or the id is that of another sort of
+    action.
     """
 
     def __init__(self, entry: UUID, reason: str) -> None:
@@ -423,7 +437,7 @@ class RunNotResumable(OutboxqError):
 
 
 class InstallationInUse(OutboxqError):
-    """An installation that is in use cannot be given another id."""
+    """An installation cannot be given another id while relays are alive or calls of `once` are under way."""
 
     def __init__(self, relays: int, calls: int) -> None:
         super().__init__(

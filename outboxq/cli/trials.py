@@ -1,4 +1,4 @@
-"""`outboxq demo` and `outboxq torture`: try relays on a new PostgreSQL server, where they are killed at work."""
+"""`outboxq demo` and `outboxq torture`: run relays on a new PostgreSQL server, kill some, and check the outcome."""
 
 import random
 from dataclasses import asdict, dataclass
@@ -52,7 +52,7 @@ def demo(
 
 
 def _show_market() -> None:
-    """Run the demo that is called market, with a dashboard on a free port, until a signal."""
+    """Run the demo as a market, a shop with jobs that fail, and serve its dashboard on a free port until a signal."""
     try:
         from outboxq.dashboard import Role, TokenLogin, create_app
         from outboxq.dashboard.serving import announced, listen, serve
@@ -94,12 +94,12 @@ class Options:
         ),
     ] = None
     mode: Annotated[
-        Literal["transaction", "lease", "mixed", "flow", "calls"],
+        Literal["transaction", "lease", "mixed", "flow", "calls", "windows"],
         typer.Option(
             "--mode",
             metavar="MODE",
             help="How the handlers run: transaction, lease or mixed; flow adds groups, limits and coalesced jobs; "
-            "calls wait half a second each, under a lease.",
+            "calls wait half a second each, under a lease; windows send messages in batches, under a lease.",
         ),
     ] = "transaction"
     relays: Annotated[
@@ -150,7 +150,7 @@ def torture(options: Options) -> None:
 
 
 def print_report(report: "TortureReport") -> None:
-    """Print a report: the faults as a table, the figures by the names of their JSON, and the broken promises."""
+    """Print a report of `outboxq torture`: the faults as a table, the figures by their JSON names, broken promises."""
     print_table((Column("fault"), Column("times")), [_Times(*each) for each in sorted(report.faults.items())])
     figures = {name: value for name, value in asdict(report).items() if name not in ("faults", "problems")}
     print_fields(figures.items())

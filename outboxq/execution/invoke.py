@@ -1,7 +1,7 @@
 """Invoke: give a handler its context and its session, and call it.
 
-Plain functions are called directly, coroutines in tasks of their own. A session joins the relay's transaction, and is
-made when the handler first uses it.
+Plain functions are called directly, coroutine functions in tasks of their own. A handler's session joins the relay's
+transaction, and is made when the handler first uses it.
 """
 
 import asyncio
@@ -51,13 +51,16 @@ SESSION_OPTIONS: dict[str, Any] = {
 
 
 class Watch(NamedTuple):
-    """Entities whose rows the job has not locked; `changes` logs if the handler changes them."""
+    """Entities whose rows the job has not locked; their session checks before each flush if the handler changed them.
+
+    `changes` logs such a change, which may overwrite another transaction's change of `entities`.
+    """
 
     changes: UnlockedChanges
     entities: Sequence[object]
 
     def look(self) -> bool:
-        """Log it if the handler has changed these entities; return False if a defect of outboxq prevented the check."""
+        """Log a change that the handler made to these entities; return False if a defect prevented this check."""
         try:
             self.changes.look(self.entities)
         except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
@@ -67,13 +70,13 @@ class Watch(NamedTuple):
 
 
 class HandlerSession(OutboxSession):
-    """The session of a handler.
+    """The session of a handler. It begins the job's transaction at its first use, and records a rollback.
 
     Attributes:
         on_first_use: Called before the session uses its connection; begins the transaction and sets the savepoint. None
             if both exist already.
-        engine: The engine of the session's future connection, as long as it has none. The session's `bind` is None
-            then, because an engine would not belong to the job's transaction.
+        engine: The engine of the future connection, as long as there is none. The session's `bind` is None then,
+            because an engine would not belong to the job's transaction.
         watched: Entities without a row lock, which are checked for changes before each flush.
         is_rolled_back: True if the session's whole transaction was rolled back, and not only a savepoint.
     """
@@ -116,14 +119,17 @@ class HandlerSession(OutboxSession):
         super().flush(objects)
 
     def peek_bind(self, **kwargs: Any) -> Engine | Connection:
-        """Return the engine or connection that the session would use, without beginning a transaction or savepoint."""
+        """Return the engine or connection that the session would use, without beginning a transaction or savepoint.
+
+        Called to check that the session's database can hold jobs.
+        """
         return super().get_bind(**kwargs) if self.engine is None else self.engine
 
     def check(self) -> None:
-        """Raise an error if the handler rolled back the session's whole transaction in any way.
+        """Raise an error if the handler has rolled back the session's whole transaction, in any way.
 
         Raises:
-            HandlerRolledBack: the handler did so, and then returned normally.
+            HandlerRolledBack: the handler rolled it back, and then returned normally.
         """
         if self.is_rolled_back:
             raise HandlerRolledBack(ROLLED_BACK)
@@ -134,7 +140,8 @@ class JobSession:
 
     Attributes:
         made: The session; None until it is open.
-        entities: The entities that were read before it was opened (`job_entities.Entities`); None without any.
+        entities: The entities that were read before the session was opened (`job_entities.Entities`); None if there are
+            none.
         failed: The error that opening the session for its entities raised; it is raised again at each later use,
             because the job must not be done without the entities' changes.
         is_over: True if the session cannot be opened any more: the job has ended, or only its end is left.
@@ -190,7 +197,7 @@ class JobSession:
         return made
 
     def reach(self) -> None:
-        """Open the job's session, because code uses it through one of the job's entities, such as to load a relation.
+        """Open the job's session, because code uses it through one of its entities, for example to load a relation.
 
         Raises:
             InvalidRequestError: the job, or its handler, has ended.
@@ -207,7 +214,7 @@ class JobSession:
         (self.made or self.entities or self.session()).watch(changes, entities)
 
     def close(self) -> bool:
-        """Close the session for good; return False if that fails because the transaction has changed.
+        """Close the session for good; return False if closing fails because the transaction has changed.
 
         Errors of users' listeners are raised.
         """
@@ -262,16 +269,17 @@ for _name, _method in inspect.getmembers(AsyncSession, inspect.isfunction):
 
 
 def hand_over(deferred: list[Write], session: Session) -> None:
-    """Move statements that a handler deferred before it had a session into the session, which sends them later."""
+    """Move statements that a handler deferred before it had a session into its session, which sends them later."""
     if deferred:
         defer(session, *deferred)
         deferred.clear()
 
 
 class Run(NamedTuple):
-    """The parts of a handler's context, without its session.
+    """The parts of a handler's context without its session, from which an invoker makes the context.
 
     Attributes:
+        state: The relay's state for `ctx.state`; None if there is none.
         effect_access: Returns the job's access to effects (`ctx.once`); None if this relay cannot call effects.
         deferred: The statements that the handler defers before it has a session.
         call: The call itself, which an operator may cancel.
@@ -333,7 +341,10 @@ Apart: TypeAlias = Callable[..., Any]
 
 
 class Invoker(Protocol):
-    """Opens the sessions of sync or async handlers, and calls these, for relay code on a sync `Connection`."""
+    """Calls sync or async handlers, and opens their sessions, for relay code on a sync `Connection`.
+
+    `has_ended` is True if the handler's own code has ended, and not only its call.
+    """
 
     flavour: Flavour
     # True if the handler's own code has ended, and not only its call.
@@ -342,7 +353,7 @@ class Invoker(Protocol):
     def apart(self) -> Apart:
         """Return a function `run(attempt, *args)` that calls `attempt` with a new copy of the context variables.
 
-        So the next job does not see context variables that this job's handler has set.
+        The copy keeps the next job from seeing context variables that this job's handler has set.
         """
         ...
 
@@ -352,14 +363,14 @@ class Invoker(Protocol):
         """Return a new session that joins the transaction and savepoint of the job's connection.
 
         Args:
-            lent: The `Connection` object that was made for the job, over the relay's connection; None if it is not
-                known yet: then `bind_session` sets it later.
+            lent: The `Connection` object that was made for the job, over the relay's connection; None if the connection
+                is not known yet: then `bind_session` sets it later.
             make: Makes the plain session.
         """
         ...
 
     def bind_session(self, session: HandlerSession, lent: Connection) -> None:
-        """Give a session that `open_session` made without a connection the one that is now lent to the job."""
+        """Give a session that `open_session` made without a connection the `Connection` that is now lent to the job."""
         ...
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
@@ -391,7 +402,7 @@ class SyncInvoker:
         return make(bind=lent, **SESSION_OPTIONS)
 
     def bind_session(self, session: HandlerSession, lent: Connection) -> None:
-        """Give the session, which was opened without a connection, the one that is now lent to the job."""
+        """Give a session that was opened without a connection the `Connection` that is now lent to the job."""
         session.bind, session.engine = lent, None
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
@@ -405,7 +416,7 @@ class SyncInvoker:
 
 @functools.cache
 def _greenlets() -> Callable[[], Any]:
-    """Return `greenlet.getcurrent`, imported here: greenlet is only installed if SQLAlchemy has coroutines."""
+    """Return `greenlet.getcurrent`; imported only here, because relays with sync handlers need no greenlet."""
     from greenlet import getcurrent
 
     found: Callable[[], Any] = getcurrent
@@ -433,7 +444,7 @@ class AsyncInvoker:
     def apart(self) -> Apart:
         """Return a function `run(attempt, *args)` that calls `attempt` with a new copy of the context variables.
 
-        The handler's task gets this copy too, so the next job does not see variables that this one's handler has set.
+        The handler's task gets this copy too, so the next job does not see variables that this job's handler has set.
         """
         return self._run_apart
 
@@ -476,7 +487,9 @@ class AsyncInvoker:
             if ended:
                 raise InvalidRequestError(_HAS_ENDED)
             plain = session()
-            assert self._session is not None
+            if self._session is None:
+                # A batch handler in lease mode has no session, but an object that refuses each use.
+                return cast("AsyncOutboxSession", plain)
             assert self._session.sync_session is plain
             return self._session
 
@@ -486,7 +499,7 @@ class AsyncInvoker:
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Await the handler in a task of its own, and return its value.
 
-        A cancellation of that task, even a late one, does not hit the relay's own tasks.
+        Because of that task, a cancellation of the handler, even a late one, does not hit the relay's own tasks.
         """
         ended: list[HandlerEnd] = []
         running = self.begin(handler, session, run, args, ended)

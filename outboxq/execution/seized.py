@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 
 import psycopg
 from sqlalchemy import Connection
@@ -52,23 +53,26 @@ def settle_aborted(
     if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):
         if batch.is_leased:
             why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
-            return take_back_lost(connection, batch.job, runtime, why)
+            taken = [take_back_lost(connection, job, runtime, why) for job in batch.jobs]
+            return BatchReport(len(taken), tuple(event for report in taken for event in report.events))
         # The claim's mark makes this job a suspect: the marks of the others are cleared.
         running = {job.id for job in batch.running_jobs}
         with connection.begin():
             clear_marks(connection, runtime.schema, [each for each in batch.claimed_ids if each not in running])
     elif not batch.is_leased:
         _clear_and_note(connection, batch, runtime)
-    elif lost := release(connection, batch.job, ErrorRecord(batch.job.attempt, INTERRUPTED, _INTERRUPTED)):
-        return BatchReport(0, lost)
+    else:
+        interrupted = [(job, ErrorRecord(job.attempt, INTERRUPTED, _INTERRUPTED)) for job in batch.jobs]
+        events = (release(connection, job, record) or (JobInterrupted(job),) for job, record in interrupted)
+        return BatchReport(0, tuple(chain.from_iterable(events)))
     return BatchReport(0, (JobInterrupted(batch.job),))
 
 
 def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
     """Clear the marks that an interrupted batch's claim left in rows; record the interruption of jobs that ran.
 
-    Relays would take marked jobs for jobs whose relay died. Both is done in one transaction, because another relay may
-    take the jobs at once. The record is left out if the server refuses it.
+    Relays would take marked jobs for jobs whose relay died. The record is written in the same transaction, because
+    another relay may take the jobs as soon as it commits. The record is left out if the server refuses it.
     """
     running = [str(job.id) for job in batch.running_jobs]
     with connection.begin():
@@ -87,16 +91,16 @@ def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime)
 def give_back(connection: Connection, batches: Sequence[BatchState], runtime: Runtime) -> tuple[Event, ...]:
     """Put back leased jobs that the relay took from their slots and that had no transaction; return the events.
 
-    All are put back in one round trip, except for jobs that were interrupted `FREE_INTERRUPTIONS` times: each becomes a
-    suspect, which runs alone next. Jobs whose rows other transactions hold wait for the end of the lease.
+    All are put back in one round trip, except for jobs that were interrupted `FREE_INTERRUPTIONS` times: each of those
+    becomes a suspect, which runs alone next. A job whose row another transaction has locked is not put back; it runs
+    again when its lease ends.
 
     Args:
-        batches: The batches, of one job each.
+        batches: The batches.
     """
     events: tuple[Event, ...] = ()
     settlements = []
-    for batch in batches:
-        job = batch.job
+    for job in (job for batch in batches for job in batch.jobs):
         if count_unfinished(job.errors) >= FREE_INTERRUPTIONS:
             events += take_back_lost(connection, job, runtime, _INTERRUPTED).events
         else:
@@ -139,7 +143,7 @@ def settle_cancelled(
 
 
 def end_other_transaction(connection: Connection, batch: BatchState, *, terminate: bool) -> None:
-    """Cancel the statement of the slot's server process, or terminate the process: the batch writes nothing later."""
+    """Cancel the statement of the slot's server process, or terminate the process: the batch writes nothing more."""
     if batch.transaction is not None:
         with connection.begin():
             run_script(connection, end_backend(batch.transaction.pid, batch.transaction.xid, terminate=terminate))

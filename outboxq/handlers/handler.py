@@ -100,9 +100,10 @@ AnyHandler: TypeAlias = Handler[Any, Any, Any]
 
 
 class Arguments(Generic[P, T]):
-    """Presents the class of a batch handler's arguments as a function of a context and the class's fields.
+    """Gives the class of a batch handler's arguments the signature of a function: a context, then the class's fields.
 
-    A `Signature`, the rules for arguments, is built from a function.
+    The rules for a kind's arguments (`Signature`) are built from the signature of a function; so they can be built from
+    the class too.
 
     Raises:
         RegistryError: it is no class, or its arguments cannot be determined.
@@ -146,11 +147,6 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         kind: str,
         options: HandlerOptions,
     ) -> None:
-        if options.claim == "lease":
-            raise RegistryError(
-                'a batch handler runs in the transaction that removed its jobs: leave out claim="lease", or give the '
-                "jobs one by one to a handler of their own"
-            )
         outcomes = Returned(kind).outcomes
         one = _called_as(
             function,
@@ -184,14 +180,19 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         with naming(self._called):
             check_context(self._called, receives_batches(self.arguments))
             self.check_keys()
+            if self.claim == "lease" and self.signature().takes_entities:
+                raise RegistryError(
+                    f'{self.kind!r} takes mapped objects, and a batch handler with claim="lease" has no session to '
+                    'load them: take their keys, or leave out claim="lease"'
+                )
 
 
 @dataclass(frozen=True)
 class HandlerDecorator:
     """The decorator that `jobs.handler(...)` returns: it makes a handler of a function, and registers it.
 
-    `add` registers the handler. `options` makes its options; it is called only when the function is known, so that
-    errors can name the function.
+    `add` registers the handler. `kind` is None if the function's name is the kind. `options` makes the handler's
+    options; it is called only when the function is known, so that errors can name the function.
     """
 
     add: Callable[[AnyHandler], None]
@@ -278,10 +279,10 @@ def _called_as(
     items_of: Callable[[Job, dict[str, Any]], Sequence[BatchItem[Any]]],
     outcome_of: Callable[[object, int], object],
 ) -> Callable[..., Any]:
-    """Wrap a batch handler's function so that the executor can call it as it calls any handler.
+    """Wrap a batch handler's function so that the relay can call it like any handler: with a context and arguments.
 
-    `items_of` makes the function's items from the claimed job and its decoded arguments, `outcome_of` the outcome from
-    the returned value and the number of items.
+    `items_of` makes the function's items from the claimed job and its decoded arguments, and `outcome_of` makes the
+    outcome from the returned value and the number of items.
     """
     if inspect.iscoroutinefunction(function):
 
@@ -310,7 +311,7 @@ def _kind_of(function: Callable[..., Any], given: str | None) -> str:
 
 
 def _hints(arguments: type[Any]) -> dict[str, object]:
-    """The types of a class's fields and of its `__init__`'s parameters, as far as they can be found yet."""
+    """Return the types of a class's fields and of its `__init__`'s parameters, as far as they can be resolved yet."""
     hints: dict[str, object] = {}
     for source in (arguments, arguments.__init__):
         try:

@@ -23,12 +23,17 @@ Lifespan: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """A checked registry: handlers by kind and alias, the flavour (sync or async) and claim mode of each queue, scopes.
+    """A checked registry, which `Jobs.resolve` makes at a relay's start, and in which the relay finds its handlers.
 
     Attributes:
+        handlers: The handler of each kind and alias.
         signatures: The rules for the arguments of each kind and alias.
         by_flavour: The handlers of each flavour, by kind and alias.
         by_queue: The handlers of each queue.
+        flavours: The flavour of each queue's handlers, "sync" or "async".
+        claims: The claim mode of each queue's handlers.
+        scopes: The retention and kinds of each declared scope.
+        default_retention: The retention of all other scopes.
         arounds: The arounds of each kind and alias whose handler has any.
         limits: The limits of each queue that has any.
         keep_dead: The time for which each queue keeps its dead letters, if not for ever.
@@ -66,8 +71,14 @@ class Registry:
         batched = (handler for handler in self.by_queue.get(queue, ()) if isinstance(handler, BatchHandler))
         return max(configured, 1, *(handler.max_size for handler in batched))
 
+    def window(self, queue: str) -> int | None:
+        """Return the most jobs of a call of the queue's batch handlers; None if a handler takes one job at a time."""
+        sizes = [each.max_size if isinstance(each, BatchHandler) else None for each in self.by_queue.get(queue, ())]
+        found = [size for size in sizes if size is not None]
+        return min(found) if found and len(found) == len(sizes) else None
+
     def find(self, kind: str) -> AnyHandler:
-        """The handler of a kind.
+        """Return the handler of a kind.
 
         Raises:
             UnknownKind: no handler of this kind is registered.
@@ -89,7 +100,8 @@ class Registry:
     def loads_late(self, kind: str) -> bool:
         """Return True if rows of this kind's jobs are loaded inside its arounds, as one of these uses `ctx.session`.
 
-        Such an around may decide which rows are visible; otherwise rows of several jobs are loaded together, before it.
+        Such an around may decide which rows are visible. Otherwise the relay loads the rows of several jobs together,
+        before it enters their arounds.
         """
         arounds = self.arounds.get(kind)
         return arounds is not None and arounds.use_sessions
@@ -100,12 +112,12 @@ class Registry:
         return self.default_retention if declared is None else declared.retention
 
     def may_call(self, scope: str, kind: str) -> bool:
-        """Return True if the handler of a kind may use a scope.
+        """Return True if the handler of a kind may use a scope for `ctx.once`.
 
         It may if the declaration of the scope names its kind, or names no kinds, or if the scope is not declared.
 
         Raises:
-            UnknownKind: none is registered.
+            UnknownKind: no handler of this kind is registered.
         """
         declared, handler = self.scopes.get(scope), self.find(kind)
         return declared is None or not declared.kinds or handler in map(self.find, declared.kinds)

@@ -13,6 +13,8 @@ from outboxq.outcomes import MAX_DELAY
 
 # A text, or a function of the handler's arguments, by their names, that returns one.
 Key: TypeAlias = str | Callable[..., str]
+# The same for a group; a job for which the function returns None is in none.
+GroupKey: TypeAlias = str | Callable[..., str | None]
 
 # Separates a kind and a key: no name contains a control character, so that no two kinds share a key.
 _SEPARATOR = "\x1f"
@@ -64,13 +66,13 @@ def check_constant(what: str, key: object) -> None:
 
 
 class KeyFunction:
-    """A function that makes a key from arguments of the handler: it is called with those that its parameters name.
+    """A user's function that makes a job's key; it receives the arguments of the job that its parameters name.
 
     Raises:
         ArgumentError: its parameters cannot be determined, or one cannot be passed by name.
     """
 
-    def __init__(self, what: str, function: Callable[..., str]) -> None:
+    def __init__(self, what: str, function: Callable[..., str | None]) -> None:
         self._what = what
         self._function = function
         try:
@@ -84,38 +86,46 @@ class KeyFunction:
         self._names = frozenset(p.name for p in named)
         self.required = frozenset(p.name for p in named if p.default is p.empty)
 
-    def __call__(self, kind: str, values: Mapping[str, object]) -> str:
-        """Return the key of a job with these arguments.
+    def __call__(self, kind: str, values: Mapping[str, object]) -> str | None:
+        """Return the key of a job with these arguments; None for a job that is in no group.
 
         Raises:
-            ArgumentError: an argument that it needs was not given.
-            InvalidKey: the key that it returned cannot be stored.
+            ArgumentError: the function needs an argument that was not given.
+            InvalidKey: the key that the function returned cannot be stored.
         """
         if not self.required <= values.keys():
             missing = min(self.required - values.keys())
             raise ArgumentError(f"{self._what} of {kind!r} needs the argument {missing!r}, which was not given")
         taken = values if self._takes_all else {name: values[name] for name in self._names if name in values}
-        return check_key(f"{self._what} key", self._function(**taken))
+        key = self._function(**taken)
+        if key is None and self._what == "group":
+            return None
+        return check_key(f"{self._what} key", key)  # type: ignore[arg-type]  # that it is a text is what is checked
 
 
 class KeyRules:
-    """Makes the keys of a kind's jobs: from texts, the same for all jobs, or by functions of their arguments.
+    """Makes the keys of a kind's jobs, by the options `coalesce`, `group` and `unique`.
 
     Args:
-        coalesce: A key, a function, or None; the other arguments likewise.
+        coalesce: A text that is the key of all jobs, a function that makes the key from a job's arguments, or None; the
+            other options likewise.
     """
 
-    def __init__(self, kind: str, coalesce: Key | None, group: Key | None, unique: Key | Unique | None) -> None:
+    def __init__(self, kind: str, coalesce: Key | None, group: GroupKey | None, unique: Key | Unique | None) -> None:
         self._kind = kind
         wanted = unique if isinstance(unique, Unique) or unique is None else Unique(unique)
         self._for = None if wanted is None else wanted.for_
-        given = {"coalesce": coalesce, "group": group, "unique": None if wanted is None else wanted.key}
+        given: dict[str, GroupKey | None] = {
+            "coalesce": coalesce,
+            "group": group,
+            "unique": None if wanted is None else wanted.key,
+        }
         self._functions = {name: KeyFunction(name, key) for name, key in given.items() if callable(key)}
         self._texts = {name: key for name, key in given.items() if isinstance(key, str)}
         self.constant = None if self._functions else self._keys(self._texts)
 
     def needs(self) -> Mapping[str, frozenset[str]]:
-        """Return the arguments that each key function requires, by option: `coalesce`, `group` or `unique`."""
+        """Return the names of the arguments that the key function of each option requires, by the option's name."""
         return {name: function.required for name, function in self._functions.items()}
 
     def of(self, values: Mapping[str, object]) -> JobKeys:
@@ -129,7 +139,7 @@ class KeyRules:
             return self.constant
         return self._keys(self._texts | {name: of(self._kind, values) for name, of in self._functions.items()})
 
-    def _keys(self, texts: Mapping[str, str]) -> JobKeys:
+    def _keys(self, texts: Mapping[str, str | None]) -> JobKeys:
         coalesce, unique = texts.get("coalesce"), texts.get("unique")
         return JobKeys(
             coalesce=None if coalesce is None else f"{self._kind}{_SEPARATOR}{coalesce}",

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import TypedDict
 
 from outboxq.errors import ArgumentError
-from outboxq.outbox.keys import Key, Unique, check_constant, check_positive
+from outboxq.outbox.keys import GroupKey, Key, Unique, check_constant, check_positive
 from outboxq.outcomes import MAX_DELAY
 
 MAX_PRIORITY = 32_767
@@ -22,8 +22,10 @@ class FlowOptions(TypedDict, total=False):
     """
     every: timedelta | None
     """Requires `coalesce`: run at most once in each period of this length, at its end."""
-    group: Key | None
-    """A key, or a function: jobs of this queue and key run one at a time, in the order in which they were added."""
+    group: GroupKey | None
+    """A key, or a function: jobs of this queue and key run one at a time, in the order in which they were added. A job
+    for which the function returns None is in no group.
+    """
     unique: Key | Unique | None
     """A key, a function, or `Unique(...)`: a job is not added while one of its kind and key waits, runs or retries."""
     expires: timedelta | None
@@ -46,7 +48,7 @@ class JobOptions:
     headers: Mapping[str, str] | None = None
     coalesce: Key | None = None
     every: timedelta | None = None
-    group: Key | None = None
+    group: GroupKey | None = None
     unique: Key | Unique | None = None
     expires: timedelta | None = None
 

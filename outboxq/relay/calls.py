@@ -1,7 +1,8 @@
 """Calls: each runs one job of a queue in lease mode, in a thread or in a task of the event loop.
 
-In lease mode a job is claimed in a short transaction, and runs without one: the relay's lease protects it. A dispatcher
-claims the jobs for a group of slots, and starts one call for each job; a call occupies one slot.
+In lease mode a short transaction claims a job, and the job runs without a transaction: the relay's lease protects it. A
+dispatcher claims the jobs for a group of slots, and starts one call for each job, or for the jobs that one call of a
+batch handler runs (a window); a call occupies one slot.
 """
 
 import asyncio
@@ -28,11 +29,12 @@ from outboxq.execution.commit import send_left
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.leased_call import LeasedCall, Lent
+from outboxq.execution.leased_window import LeasedWindow, WindowEnd
 from outboxq.execution.recovery import recover
 from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.execution.settle import Settlement
 from outboxq.forks import call_here
-from outboxq.handlers.handler import AnyHandler, Flavour
+from outboxq.handlers.handler import AnyHandler, BatchHandler, Flavour
 from outboxq.relay.connections import CallConnections, Place, SlotConnection
 from outboxq.relay.outage import CONNECTION_ERRORS, Outage
 from outboxq.relay.rolled_back import recover_here
@@ -50,7 +52,7 @@ _ENDS = frozenset({JobDone, JobDiscarded, JobDied, JobCancelled})
 
 
 class CallOwner(Protocol):
-    """The part of a dispatcher's interface that its calls use."""
+    """The part of a dispatcher's interface that its calls use. `Dispatcher` implements this protocol."""
 
     state: RelayState
     connections: CallConnections
@@ -58,8 +60,12 @@ class CallOwner(Protocol):
     def receive_result(self, call: "Call", settlement: Settlement) -> None:
         """Receive the outcome of a call that used no connection.
 
-        The dispatcher writes it, in one transaction with others.
+        The dispatcher writes the outcome later, in one transaction with those of other calls.
         """
+        ...
+
+    def receive_window(self, call: "Call", end: WindowEnd) -> None:
+        """Receive the results of a call of several jobs, and those jobs that are to run again, each alone."""
         ...
 
     def receive_end(self, call: "Call") -> None:
@@ -81,10 +87,12 @@ class CallOwner(Protocol):
 
 
 class Call:
-    """The run of one leased job, from its handler's start until its outcome is committed or left to the dispatcher.
+    """The run of one leased job, from its handler's start until its outcome is committed or passed to the dispatcher.
+
+    A call of a batch handler runs several jobs.
 
     Attributes:
-        batch: The job, as a batch with one job.
+        batch: The job, or the jobs.
         watch: Shows other threads the handler's call stack, and cancels an async handler.
     """
 
@@ -109,7 +117,11 @@ class Call:
         self._detached: DBAPIConnection | None = None
         self._place = Place(invoker.flavour == "async", batch.owner)
         runtime = state.runtime(self.flavour, invoker, NoGuard(), frozenset(), self._is_interruption)
-        self._leased = LeasedCall(batch, handler, runtime, owner.connections.engine, self._lend)
+        self._leased: LeasedCall | LeasedWindow
+        if isinstance(handler, BatchHandler):
+            self._leased = LeasedWindow(batch, handler, runtime)
+        else:
+            self._leased = LeasedCall(batch, handler, runtime, owner.connections.engine, self._lend)
 
     @property
     def queue(self) -> str:
@@ -128,6 +140,8 @@ class Call:
             if isinstance(outcome, Ended):
                 if outcome.report is not None:
                     self.publish(outcome.report)
+            elif isinstance(outcome, WindowEnd):
+                self._owner.receive_window(self, outcome)
             else:
                 self._owner.receive_result(self, outcome)
         except Abandoned:
@@ -145,19 +159,23 @@ class Call:
             self._is_done = True
             self._owner.receive_end(self)
 
-    def _outcome(self) -> Settlement | Ended:
+    def _outcome(self) -> Settlement | Ended | WindowEnd:
+        if isinstance(self._leased, LeasedWindow):
+            # It uses no connection that could be lost.
+            return self._leased.run()
         try:
-            return self._outcome_here()
+            return self._outcome_here(self._leased)
         except BaseException as error:  # noqa: BLE001  # what does not come from the connection is raised again
             return self._recover_elsewhere(error)
 
-    def _outcome_here(self) -> Settlement | Ended:
-        """Run the job; return a `Settlement` for the dispatcher to write, or an `Ended` if the call has written it.
+    def _outcome_here(self, leased: LeasedCall) -> Settlement | Ended:
+        """Run the job; return a `Settlement` for the dispatcher to write, or an `Ended` if the call wrote it itself.
 
-        An error on the connection that the handler used is dealt with on this connection. Raises the errors for which
-        that is not possible; then another connection must show the outcome.
+        After an error on the connection that the handler used, the same connection finds out what was committed. If
+        that is impossible (the connection is lost, for example), the error is raised, and another connection must find
+        out.
         """
-        leased, failure = self._leased, None
+        failure = None
         try:
             try:
                 outcome = leased.run()
@@ -179,7 +197,7 @@ class Call:
             leased.give_back(failure)
 
     def _recover_elsewhere(self, error: BaseException) -> Ended:
-        """Find out the outcome of a job whose connection failed, on another one; try until the database answers.
+        """Find out on another connection the outcome of a job whose connection failed; try until the database answers.
 
         Raises errors that do not come from a connection, and `Abandoned` if the relay stops and the database does not
         answer within 2 s.
@@ -252,9 +270,9 @@ class Call:
         return self.batch.owner.is_seized
 
     def end_turn(self) -> None:
-        """Do nothing: a call has no turn to run suspects (jobs that ran when their relay died), unlike a slot.
+        """Do nothing: the dispatcher, not its call, has the turn to run suspects (jobs that ran when their relay died).
 
-        For calls the dispatcher has the turn, and ends it itself.
+        `DeadlineEnforcer` calls this method of slots and calls alike; a slot then gives up its turn.
         """
 
     @property
@@ -264,7 +282,7 @@ class Call:
 
     @property
     def is_waiting(self) -> bool:
-        """Return True while the handler waits until the call may use one of the limited number of connections."""
+        """Return True while the call waits until it may use one of the limited number of connections."""
         return self._place.is_waiting
 
     def is_alive(self) -> bool:
@@ -282,7 +300,7 @@ class Call:
         self._owner.cut_off(self)
 
     def abandon(self) -> None:
-        """Stop waiting for the call: give its place among the connections to another, and detach its connection.
+        """Stop waiting for the call: detach its connection from the pool, and let another call have one instead.
 
         The call's thread or task closes the detached connection when its handler ends at last.
         """
@@ -313,7 +331,7 @@ class TaskCall(Call):
     def start(self) -> None:
         """Start the handler in a task of the event loop; `_go_on` finishes the call when the handler has ended.
 
-        Only a call that uses a connection needs a greenlet, and not before that use.
+        The handler's task needs no greenlet. A call that uses a connection needs one, from that use on.
         """
         context, watch = copy_context(), self._watch
         self._async_invoker.base = context.copy()
@@ -333,9 +351,9 @@ class TaskCall(Call):
         task.add_done_callback(self._go_on, context=context)
 
     def _go_on(self, _: "asyncio.Task[None] | None" = None) -> None:
-        """Finish the call after its handler has ended.
+        """Finish the call after its handler has ended: write the outcome, or pass it to the dispatcher.
 
-        If that may need a connection, it happens in a new task and greenlet.
+        If finishing may need a connection, it happens in a new task and greenlet.
         """
         if self._leased.needs_connection():
             # The loop alone would keep no reference to the task.
@@ -385,7 +403,11 @@ class CallThreads:
         calls.put(call)
 
     def free(self, calls: "SimpleQueue[Call | None]") -> None:
-        """Make a thread whose call has ended take the next call; `calls` is the queue from which it takes calls."""
+        """Keep a thread whose call has ended, so that it runs a later call. After `close`, end the thread instead.
+
+        Args:
+            calls: The queue from which the thread takes its calls.
+        """
         with self._lock:
             if not self._is_closed:
                 self._idle.append(calls)
@@ -416,7 +438,7 @@ def _running(threads: CallThreads, calls: "SimpleQueue[Call | None]") -> Callabl
 
 
 def _uncancel() -> None:
-    """Withdraw a cancellation of the current task that a handler caused, and not the relay, after the handler's end."""
+    """Withdraw cancellations of the current task that its handler, not the relay, has caused; the handler has ended."""
     task = asyncio.current_task()
     while task is not None and task.cancelling():
         task.uncancel()

@@ -1,6 +1,6 @@
 """Deadlines: end a handler that exceeds its deadline, or the time that a stopping relay gives it.
 
-A handler whose job was cancelled is ended in the same way, with another outcome.
+A handler whose job an operator has cancelled is ended in the same way, with another outcome.
 
 First the handler's SQL statement is cancelled (an async handler is cancelled by its own event loop). If the handler
 does not end, it is cut off: the relay seizes its batch (the slot or call may not commit these jobs any more),
@@ -8,7 +8,7 @@ terminates the server's process for the connection, so that no late write succee
 the slot. If the thread or event loop is still not free `free_after_seconds` later, the relay ends, so that a supervisor
 replaces the process.
 
-Statements run in short-lived threads, one for each slot that is past its deadline, so that neither the relay nor the
+Statements run in short-lived threads, one for each handler that is past its deadline, so that neither the relay nor the
 other slots wait for the database.
 """
 
@@ -84,10 +84,10 @@ class DeadlineEnforcer:
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
     def check(self, runners: list[Runner]) -> None:
-        """Start a thread for each handler that is past its deadline or whose job was cancelled, which ends the handler.
+        """Start a thread to end each handler that is past its deadline or whose job was cancelled.
 
-        Never waits. Also replaces runners whose jobs were taken away, and ends the relay if one of these runners is not
-        free in time.
+        Never waits. Also replaces runners whose jobs were taken away, and ends the relay if the thread or task of such
+        a runner does not end in time.
         """
         now = time.monotonic()
         self._runners = list(runners)
@@ -104,6 +104,9 @@ class DeadlineEnforcer:
             if call is not None and cancelled and not call.is_over and any(job.id in cancelled for job in call.jobs):
                 # First, because from here on the handler's end does not count as a success.
                 call.is_cancelled = True
+                if batch.is_leased and len(call.jobs) > 1:
+                    # The handler of several leased jobs sees it, and says which are done: none of its work is undone.
+                    continue
                 runner.watch.cancel(call)
                 self._start(runner, partial(self._end_cancelled, runner, batch, call))
         while self._ended:
@@ -117,9 +120,10 @@ class DeadlineEnforcer:
             self.stuck(_stuck_in([job for *_, jobs in cut for job in jobs]))
 
     def abort(self, runners: list[Runner]) -> int:
-        """Take away the batches of runners for which a stopping relay no longer waits; return the number of jobs.
+        """Take jobs away from runners for which a stopping relay no longer waits; return the number of these jobs.
 
-        Waits for a COMMIT in progress. All waits together take `abort_seconds` at most, however many runners there are.
+        The jobs are then made claimable again. Waits for COMMITs in progress. All waits together take `abort_seconds`
+        at most, however many runners there are.
         """
         deadline = time.monotonic() + self.limits.abort_seconds
         pending, taken = list(runners), 0
@@ -164,7 +168,7 @@ class DeadlineEnforcer:
     def _enforce(self, runner: Runner, batch: BatchState, deadline: float) -> None:
         """End a handler that is past its deadline: cancel it; if it goes on, seize its batch and write the outcome.
 
-        To seize it means that the slot or call may not commit the batch any more.
+        After the seizure the slot or call may not commit the batch any more.
         """
         runner.watch.ask()
         cancel = partial(self._cancel, batch, deadline)
@@ -187,8 +191,8 @@ class DeadlineEnforcer:
     def _cancel(self, batch: BatchState, deadline: float) -> None:
         """Cancel the statement of a job that has a transaction to itself; do nothing if its batch has several jobs.
 
-        In such a batch a late cancellation could hit the statement of the next job; its server process is terminated
-        later instead.
+        In a batch with several jobs, a late cancellation could hit the statement of the next job. The server process of
+        such a batch is terminated later instead.
         """
         if not batch.is_lone:
             return
@@ -204,7 +208,7 @@ class DeadlineEnforcer:
     def _end_cancelled(self, runner: Runner, batch: BatchState, call: HandlerCall) -> None:
         """End the handler of a job that an operator cancelled.
 
-        Its statement is cancelled; if it goes on, its batch is taken away and the outcome written.
+        Cancels the handler's statement. If the handler goes on, takes its batch away and writes the outcome.
         """
 
         def cancel(connection: Connection) -> None:
@@ -227,7 +231,10 @@ class DeadlineEnforcer:
     def _cut_off(
         self, runner: Runner, batch: BatchState, cancel: Callable[[], object], has_ended: Callable[[], bool]
     ) -> bool:
-        """Cancel a handler's statement; if the handler goes on, take its batch away. Return True if this call did so.
+        """Cancel a handler's statement; if the handler goes on, take its batch away and return True.
+
+        Returns False if the handler has ended, or if the batch cannot be taken away: its COMMIT is being sent, for
+        example.
 
         Args:
             cancel: Cancels the statement; not called for an async handler, which its own event loop cancels.
@@ -250,7 +257,8 @@ class DeadlineEnforcer:
     def _give_back(self, idle: list[tuple[Runner, BatchState]]) -> None:
         """Make the jobs of these runners claimable again, all on one connection.
 
-        None of the runners has a transaction open.
+        A stopping relay no longer waits for these runners, and has taken their jobs away. None of them has a
+        transaction open.
         """
 
         def settle(connection: Connection) -> BatchReport:
@@ -277,7 +285,7 @@ class DeadlineEnforcer:
         is_crash: bool = False,
         cancelled: tuple[Job, ...] | None = None,
     ) -> None:
-        """Roll a seized batch back, write the outcome of its jobs on another connection, and free its runner's own.
+        """Roll back a seized batch, write its jobs' outcome on another connection, and free the runner's connection.
 
         Args:
             stack: The call stack of a handler that exceeded its deadline, for the job's error; None if no handler is to
@@ -341,7 +349,7 @@ def _run_on(engine: Engine, schema: str, action: Action) -> BatchReport | None:
 
 
 def _stuck_in(jobs: Sequence[Job]) -> RelayStuck:
-    """Make the error by which the relay ends if these jobs' handler does not end.
+    """Make the error with which the relay ends if the handler of these jobs does not end.
 
     `jobs` is empty if it is not known which job ran.
     """

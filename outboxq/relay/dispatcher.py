@@ -1,9 +1,9 @@
 """The dispatcher: claims jobs in lease mode for free slots, starts a call for each job, and writes the outcomes.
 
 In lease mode the relay's lease protects a job while it runs, without an open transaction. A dispatcher has a connection
-only while it has something to send, always as a string: several statements in one round trip. The outcomes of calls
-that end while a string is being executed are written (settled) by the next string, in one transaction with the claim
-for the slots that are free by then. So many calls share one round trip, and a single call does not wait for others.
+only while it has something to send, and it sends several statements as one string, in one round trip. Outcomes of calls
+that end while the server executes a string are written (settled) by the next string, in one transaction with the claim
+for the slots that are free by then. Thus many calls share a round trip, and a single call does not wait for others.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from uuid import UUID
@@ -31,6 +31,7 @@ from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.commit import send_left
 from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.families import decide
+from outboxq.execution.leased_window import WindowEnd
 from outboxq.execution.recovery import postpone, record_result
 from outboxq.execution.runtime import Result, Runtime, is_cancellation
 from outboxq.execution.settle import Settlement, settlement_of
@@ -38,7 +39,7 @@ from outboxq.execution.settle_many import SettleMany
 from outboxq.execution.step import Step
 from outboxq.execution.take_back import release
 from outboxq.fault_points import fault_point
-from outboxq.handlers.handler import Flavour
+from outboxq.handlers.handler import AnyHandler, BatchHandler, Flavour
 from outboxq.job import Job
 from outboxq.relay.admission import Query
 from outboxq.relay.calls import Call, CallThreads, TaskCall
@@ -102,10 +103,12 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Settling:
-    """Outcomes that are written in one transaction.
+    """Outcomes that the dispatcher writes in one transaction, with the statements for it.
 
     Attributes:
+        outcomes: The outcomes.
         many: The statements that write them.
+        runtime: All that running a job needs, except the job.
         keeps: True to write rows of finished jobs too, for kinds of jobs whose rows are kept (`keep=`).
         is_again: True if the COMMIT of these outcomes was refused once.
     """
@@ -132,7 +135,7 @@ class _Settling:
         return cls(together, many, runtime, keeps)
 
     def without(self) -> "_Settling":
-        """Return a copy without outcomes, by which only a claim is sent."""
+        """Return a copy without outcomes, to send a claim alone."""
         return self.of((), self.runtime)
 
 
@@ -187,6 +190,8 @@ class Dispatcher:
         self._held_until = 0.0
         # A claim that was sent, and whose jobs have not all been started.
         self._doubt: ClaimRequest | None = None
+        # Those of `calls` that wait for a slot.
+        self._waiting: deque[Call] = deque()
         # The jobs of calls that were cut off.
         self._cut: set[tuple[str, int]] = set()
         # True from a claim that took jobs until a round that found none.
@@ -205,10 +210,14 @@ class Dispatcher:
     @property
     def busy(self) -> int:
         """The number of slots in which a call runs."""
-        return len(self.calls)
+        return min(len(self.calls), self.slots)
 
     def goes_on(self) -> bool:
-        """Return True while the relay works; after it was stopped, until no call runs and all outcomes are written."""
+        """Return True while the dispatcher's loop must run.
+
+        It must run while the relay works and, after the relay was stopped, until no call runs and all outcomes are
+        written.
+        """
         return not self.is_abandoned and (not self.state.stopping.is_set() or bool(self.calls) or self.is_in_doubt)
 
     @property
@@ -222,7 +231,7 @@ class Dispatcher:
 
     @property
     def is_drained(self) -> bool:
-        """Return True if the relay is to end when no job is left, and this dispatcher has none and found none."""
+        """Return True if the relay drains (ends when no job is left), and this dispatcher has no job and found none."""
         return self._is_drained
 
     def wants_work(self) -> bool:
@@ -300,7 +309,8 @@ class Dispatcher:
     def _sleep(self, loop: SlotWaits, until: float) -> bool:
         """Sleep until `until` (monotonic), when a poll is due; return True at once if jobs may wait or the relay stops.
 
-        Outcomes of calls that end in this time are written. `until` is absolute, so that they do not postpone the poll.
+        Writes the outcomes of calls that end in this time. `until` is absolute, so that these calls do not postpone the
+        poll.
         """
         while (seconds := until - time.monotonic()) > 0:
             if self._has_results():
@@ -314,9 +324,9 @@ class Dispatcher:
         return False
 
     def _pause_seconds(self) -> float:
-        """Return the seconds to sleep at most: until something is due of which no other thread wakes the dispatcher.
+        """Return the longest time to sleep, in seconds, until something is due.
 
-        An example is an outcome that is to be sent again.
+        No other thread wakes the dispatcher for some events, such as the time to send an outcome again.
         """
         now, times = time.monotonic(), [_REST_SECONDS]
         if self._held:
@@ -343,15 +353,27 @@ class Dispatcher:
     def receive_result(self, call: Call, settlement: Settlement) -> None:
         """Receive the outcome of a call that used no connection.
 
-        The dispatcher writes it, in one transaction with others.
+        The dispatcher writes the outcome later, in one transaction with those of other calls.
         """
         self._ended.append(_Outcome(call.batch, settlement))
+
+    def receive_window(self, call: Call, end: WindowEnd) -> None:
+        """Receive the results of a window, and make a call for each of its jobs that is to run again alone.
+
+        These calls wait for a slot; the window's own is free next.
+        """
+        self._ended.extend(_Outcome(_part_of(call.batch, (job,)), change) for job, change in end.changes)
+        alone = [self._call_of(call.batch, [job], end.handler) for job in end.alone]
+        # Before the window's call leaves `calls`: the relay's lease must know each job at any time.
+        self.calls.update(alone)
+        self._waiting.extend(alone)
 
     def receive_end(self, call: Call) -> None:
         """Free the slot of a call that has ended, and wake the dispatcher, which may claim another job for it."""
         if self._cut:
-            self._cut.discard(_key(call.batch))
+            self._cut -= _keys(call.batch)
         self.calls.discard(call)
+        self._start_waiting()
         self._has_freed = True
         self._wake()
 
@@ -370,7 +392,7 @@ class Dispatcher:
         return worked
 
     def _work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
-        """Send the outcomes of ended calls, with a claim if slots are free; return True if there may be more."""
+        """Send the outcomes of ended calls, with a claim if slots are free; return True if more may be left to send."""
         self._has_freed = False
         connection = connected.connection
         most, suspects = self._room() if self._may_claim() and self._wants_claim() else (0, False)
@@ -394,7 +416,7 @@ class Dispatcher:
         return suspects
 
     def _wants_claim(self) -> bool:
-        """Return True if a claim may find jobs. If not, slots that become free are no reason to send one."""
+        """Return True if a claim may find jobs. Otherwise no claim is sent, even when slots become free."""
         is_turn = self._turn_until is not None
         return self._may_wait or is_turn or self.state.until_empty or self.sleep.has_work()
 
@@ -507,7 +529,7 @@ class Dispatcher:
 
         Returns:
             The answer to the claim. If there is none: True if the claim failed and the next one is to be sent in
-            another way, False if nothing was claimed.
+            another way (for fewer jobs, for example), False if nothing was claimed.
         """
         is_listened, many = is_listened_to(connection), settling.many
         if request is not None and many.settlements and is_listened:
@@ -581,7 +603,7 @@ class Dispatcher:
 
         Returns:
             The answer to the claim. If there is none: True if the claim failed and the next one is to be sent in
-            another way, False if nothing was claimed.
+            another way (for fewer jobs, for example), False if nothing was claimed.
         """
         keeper, many = settling.many.keeper, settling.many
         if settling.keeps and keeper.kinds and keeper.may_be_refusal(error):
@@ -596,10 +618,10 @@ class Dispatcher:
         return self._settle_and_claim(connection, settling.without(), request)
 
     def _put_off(self, connection: Connection, settling: "_Settling", error: psycopg.Error) -> None:
-        """Make the job of an outcome that the server refused wait and run again later, so that it holds up no other.
+        """Put off the job of an outcome that the server refused: the job runs again later, and holds up no other job.
 
-        If the outcome only waited for a lock, or the job cannot be changed either, the outcome is kept and sent again
-        later.
+        If the outcome only waited for a lock, or the job's row cannot be changed either, keep the outcome, to send it
+        again later.
         """
         if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
             raise error
@@ -621,9 +643,9 @@ class Dispatcher:
         self._hold([outcome], _REFUSED_SECONDS)
 
     def _settled(self, connection: Connection, settling: "_Settling", answer: Answer) -> None:
-        """Publish outcomes that were written; keep those whose rows other transactions hold, to send them again later.
+        """Count written outcomes and emit their events; keep those whose rows others have locked, to send them again.
 
-        If jobs of unknown kinds are among them, make others at the head of their queue wait too.
+        If a written outcome parked a job of an unknown kind, park other such jobs at the head of its queue too.
         """
         settled = settling.many.read(answer)
         held = {settlement.job.id for settlement in settled.held}
@@ -671,8 +693,8 @@ class Dispatcher:
     def _received(self, connection: Connection, request: ClaimRequest, answer: Answer) -> Claimed | bool:
         """Record and return the answer to a claim.
 
-        If the claim failed and the next one is to be sent in another way, return True; raise the error if the next
-        claim would fail too.
+        If the claim failed and the next one is to be sent in another way (for fewer jobs, for example), return True;
+        raise the error if the next claim would fail too.
         """
         try:
             claimed = request.read(answer)
@@ -693,40 +715,67 @@ class Dispatcher:
     def _start(self, connection: Connection, claimed: Claimed, runtime: Runtime) -> None:
         """Start a call for each claimed job.
 
-        Only jobs whose outcome is decided without their handler get no call: their outcome is written next. If this
-        raises, `_adopt` finds and starts the jobs later, as after a claim without an answer.
+        A job whose outcome is decided without its handler gets no call: this outcome is written next. If the method
+        raises, `_adopt` finds and starts the jobs later, as after a claim whose answer was lost.
         """
         fault_point("after-claim")
         batch = BatchState(claimed, claimed.jobs)
-        handlers, tasks = decide(connection, batch, runtime), list[TaskCall]()
+        handlers, windows = decide(connection, batch, runtime), dict[str, list[Job]]()
         events = tuple(event for event in batch.of_claim if not isinstance(event, JobsParked))
         if events:
             self.state.publish(BatchReport(0, events))
+        calls = list[Call]()
         for job in batch.jobs:
-            stands_for = {job.id: batch.stands_for[job.id]} if job.id in batch.stands_for else {}
-            of_job = BatchState(claimed, (job,), stands_for=stands_for)
             result, handler = batch.decided.get(job.id), handlers[job.kind]
             if result is not None:
                 settlement = settlement_of(job, result, runtime, 0.0)
-                self._ended.append(_Outcome(of_job, settlement or result))
+                self._ended.append(_Outcome(_part_of(batch, (job,)), settlement or result))
                 continue
             assert handler is not None, "jobs of unknown kinds are decided"
-            if self._loop is None:
-                call = Call(self, of_job, handler)
-                self.calls.add(call)
-                self._threads.start(call)
+            if isinstance(handler, BatchHandler):
+                windows.setdefault(job.kind, []).append(job)
             else:
-                tasks.append(TaskCall(self, of_job, handler, self._loop))
-        self.calls.update(tasks)
-        if self._loop is not None and self.sleep.is_asleep:
-            _start_all(tasks)
-        elif self._loop is not None:
-            # While the next string is executed, if there is one, so that the server need not wait.
-            self._loop.call_soon(_start_all, tasks)
+                calls.append(self._call_of(batch, [job], handler))
+        for kind, jobs in windows.items():
+            handler = handlers[kind]
+            assert isinstance(handler, BatchHandler)
+            for first in range(0, len(jobs), handler.max_size):
+                calls.append(self._call_of(batch, jobs[first : first + handler.max_size], handler))
+        self._start_all(calls)
         self._doubt = None
 
+    def _call_of(self, batch: BatchState, jobs: Sequence[Job], handler: AnyHandler) -> Call:
+        """Make the call of a handler for jobs of a claim; the call has a slot, or waits for one."""
+        of_call = _part_of(batch, jobs)
+        if self._loop is None:
+            return Call(self, of_call, handler)
+        return TaskCall(self, of_call, handler, self._loop)
+
+    def _start_all(self, calls: Sequence[Call]) -> None:
+        """Start calls in the free slots; the others wait for a slot, as if a claim had jobs of two batch handlers."""
+        free = max(0, self.slots - len(self.calls))
+        self.calls.update(calls)
+        self._waiting.extend(calls[free:])
+        if self._loop is None:
+            for call in calls[:free]:
+                self._threads.start(call)
+        elif self.sleep.is_asleep:
+            _start_tasks(calls[:free])
+        else:
+            # While the next string is executed, if there is one, so that the server need not wait.
+            self._loop.call_soon(_start_tasks, calls[:free])
+
+    def _start_waiting(self) -> None:
+        """Start a call that waits for a slot, if there is one, because a slot is free. Called from any thread."""
+        with suppress(IndexError):
+            call = self._waiting.popleft()
+            if self._loop is None:
+                self._threads.start(call)
+            else:
+                self._loop.call_soon_threadsafe(_start_tasks, (call,))
+
     def _awake(self) -> None:
-        """If the dispatcher slept until a claim took jobs, record that it is awake.
+        """Record that the dispatcher is awake, if it slept until a claim took jobs.
 
         Async handlers of these jobs begin first.
         """
@@ -738,8 +787,8 @@ class Dispatcher:
     def _adopt(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> None:
         """Start the jobs of a claim whose answer was lost: those under the lease that this dispatcher does not have.
 
-        If the relay stops, they are made claimable again instead. The dispatcher's own jobs are read before the query,
-        because the query may still see a job that the COMMIT of a handler's session ends in between.
+        If the relay stops, make these jobs claimable again instead. The set of the dispatcher's own jobs is read before
+        the query: otherwise an own job that ends right after the query would be started again.
         """
         held = self._cut | self._known()
         script = adopt(self.state.config.schema, self.state.lease.owner, request.queue)
@@ -798,33 +847,42 @@ class Dispatcher:
 
     def cut_off(self, call: Call) -> None:
         """Free the slot of a call from which the relay has taken the job away, although its handler may still run."""
-        self._cut.add(_key(call.batch))
+        self._cut |= _keys(call.batch)
         self.calls.discard(call)
+        self._start_waiting()
         self._has_freed = True
         self._wake()
 
     def _known(self) -> set[tuple[str, int]]:
         # In the order in which jobs move between these, because the lease's thread also calls this.
-        known = {_key(call.batch) for call in self.calls.copy()}
+        known = set[tuple[str, int]]().union(*(_keys(call.batch) for call in self.calls.copy()))
         for results in (self._ended.copy(), self._sent, self._held):
-            known.update(_key(outcome.batch) for outcome in list(results))
+            known.update(*(_keys(outcome.batch) for outcome in list(results)))
         return known
 
     def leased(self) -> set[tuple[str, int]] | None:
-        """Return the ids and lease tokens of this dispatcher's jobs; None while the answer to a claim is lost."""
+        """Return the ids and lease tokens of this dispatcher's jobs; None while the answer to a claim is lost.
+
+        The lease's thread takes back jobs under the relay's lease that no slot or dispatcher has.
+        """
         return None if self._doubt is not None else self._known()
 
 
-def _start_all(tasks: Sequence[TaskCall]) -> None:
+def _start_tasks(tasks: Sequence[Call]) -> None:
     for task in tasks:
+        assert isinstance(task, TaskCall)
         task.start()
+
+
+def _part_of(batch: BatchState, jobs: Sequence[Job]) -> BatchState:
+    """Return the state of some jobs of a claim, which run, and are settled, apart from the others."""
+    stands_for = {job.id: batch.stands_for[job.id] for job in jobs if job.id in batch.stands_for}
+    return BatchState(batch.claimed, tuple(jobs), stands_for=stands_for, expires=batch.expires)
 
 
 def _rows_of(step: Step, answer: Answer) -> Sequence[Event]:
     return step.committed(answer.rows.get(step.name, ()))
 
 
-def _key(batch: BatchState) -> tuple[str, int]:
-    job = batch.jobs[0]
-    assert job.lease_token is not None
-    return str(job.id), job.lease_token
+def _keys(batch: BatchState) -> set[tuple[str, int]]:
+    return {(str(job.id), job.lease_token) for job in batch.jobs if job.lease_token is not None}

@@ -14,7 +14,7 @@ from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.relay.admission import Query, SlotAdmission
 from outboxq.relay.poller import SORTS, Order
-from outboxq.relay.queue_claims import QueueClaims, cursors_of
+from outboxq.relay.queue_claims import ClaimsOfQueue, QueueClaims, cursors_of
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import Sort
 
@@ -105,8 +105,8 @@ class Planner:
     def _only_queue(self, name: str) -> Iterator[Asked]:
         """Yield the claims of a slot that has a single queue. It needs no polls: its claims show if jobs wait.
 
-        They begin with the sort of jobs (ready, due, grouped) whose turn it is, so that no backlog starves the other
-        sorts.
+        The claims begin with the sort of jobs (ready, due, grouped) whose turn it is, so that no backlog starves the
+        other sorts.
         """
         is_known = self._state.poller.take_queue(name)
         if is_known is None:
@@ -125,7 +125,7 @@ class Planner:
     def _queues_in_turns(self) -> Iterator[Asked]:
         """Yield claims for a slot with several queues, and polls that find the queues with waiting jobs.
 
-        Claims are only for queues that were found.
+        The slot claims only from queues in which jobs are known to wait.
         """
         while True:
             if not self._is_rested and self._wants_poll():
@@ -159,9 +159,9 @@ class Planner:
         self._has_found = False
 
     def _take_turn(self) -> tuple[str, Sort] | None:
-        """Choose the next queue in which jobs are known to wait, and a sort of them; other slots then leave these.
+        """Choose the next queue in which jobs are known to wait, and a sort of them; other slots then leave these jobs.
 
-        Returns None if there is no such queue, or if other slots have chosen all of them.
+        Returns None if there is no such queue, or if other slots have chosen all such queues.
         """
         turn = self._state.poller.take_turn(self._order, self._last, self._next)
         if turn is None:
@@ -174,15 +174,16 @@ class Planner:
     def _claims_of(self, name: str, sort: Sort) -> Generator[Asked, None, bool]:
         """Yield claims of one sort of a queue's jobs until none is left.
 
-        Returns False if the queue is at its limit, else True. The claims start after the last job or group that this
-        slot claimed, where no deleted rows must be skipped. After the end they start once more, at the start of the
-        queue.
+        The claims start after the last job or group that this slot claimed, so that the server need not skip index
+        entries of deleted jobs. When no job is left there, they start once more at the start of the queue.
+
+        Returns False if the queue is at its limit, else True.
         """
         cursor = self._cursors[name][sort]
         while True:
             if self._state.flow.restricts:
                 claims = self._claims.of(name)
-                most = self._free if claims.scripts[sort].leased else claims.batch_size
+                most = self._most_of(claims, sort)
                 yield from self._admission.reserve(name, 1 if self._alone_for else most)
             request = self._ask(name, sort)
             if request is None:
@@ -203,10 +204,7 @@ class Planner:
         """
         claims, state = self._claims.of(name), self._state
         script = claims.scripts[sort]
-        if self._alone_for or sort in claims.by_one:
-            limit = 1
-        else:
-            limit = min(self._most, self._free if script.leased else claims.batch_size)
+        limit = 1 if self._alone_for or sort in claims.by_one else min(self._most, self._most_of(claims, sort))
         if state.flow.restricts and not (limit := self._admission.take(name, limit)):
             return None
         return ClaimRequest(
@@ -220,6 +218,13 @@ class Planner:
             self._server,
             state.clock,
         )
+
+    def _most_of(self, claims: ClaimsOfQueue, sort: Sort) -> int:
+        """Return the most jobs of a claim: those of a batch, or in lease mode one for each free slot, or a window."""
+        if not claims.scripts[sort].leased:
+            return claims.batch_size
+        # A suspect runs alone, or with few others, so that another crash affects few.
+        return self._free if claims.window is None or sort.is_suspect else claims.window
 
     def record_claim(self, claimed: Claimed, *, is_called: bool) -> bool:
         """Record a claim's result. Returns True if another slot should be woken, because the claim may have left jobs.
@@ -269,10 +274,10 @@ class Planner:
         return self._ask_elsewhere() if self._changes_queues else None
 
     def _ask_elsewhere(self) -> ClaimRequest | None:
-        """Make a claim from the next queue in which jobs are known to wait.
+        """Make a claim from the next queue in which jobs are known to wait, to be sent with a COMMIT.
 
-        Returns None if there is none, or if a poll is due, or if suspects (jobs that ran when their relay died) are to
-        be claimed first.
+        Returns None if there is no such queue, if a poll is due, or if suspects (jobs that ran when their relay died)
+        are to be claimed first.
         """
         if self._state.quarantine.wait_in(self._order.queues) or self._wants_poll():
             return None
@@ -286,7 +291,7 @@ class Planner:
     def _follow(self) -> Iterator[Asked]:
         """Yield more claims of the queue and sort of jobs of the last claim, until their share of the time ends.
 
-        It ends at `_follow_until`; then other queues and sorts have their turn.
+        The share ends at `_follow_until`; then other queues and sorts have their turn.
         """
         claimed = self._last_claimed
         if claimed is None or time.monotonic() > min(self._counts_due_at, self._follow_until):

@@ -1,9 +1,9 @@
-"""The claims of a slot's queues: the statement for each sort of jobs, and the place where the next one starts.
+"""The claims of a slot's queues: the statement for each sort of jobs, and the place where the next claim starts.
 
 A deleted job's index entry stays until vacuum removes it, and while an old snapshot is open vacuum removes nothing. To
 skip these entries, a claim starts after the last job that its slot claimed (this place is the cursor). Jobs that were
-committed late, were put back or have a higher priority come before the cursor. One slot of a relay at a time finds them
-by a sweep: a claim from the queue's start.
+committed late, were put back or have a higher priority come before the cursor. A sweep finds such jobs: a claim from
+the queue's start, which one slot of a relay at a time makes.
 """
 
 import random
@@ -34,16 +34,18 @@ _WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ClaimsOfQueue:
-    """The SQL of the claims of one queue, and their settings.
+    """The SQL of the claims of one queue, and their settings. `QueueClaims` makes this object, and `Planner` reads it.
 
     Attributes:
         scripts: The claim for each sort of jobs (ready, due, grouped, suspect), in the mode of the queue.
-        alike: For each sort, claims of similar jobs. If a job cannot be claimed, these show if its own row is the
-            cause.
+        alike: For each sort, claims of similar jobs. If a job cannot be claimed, these claims show if its own row is
+            the cause.
         limits: The limits that the claims enforce.
         by_one: The sorts whose jobs run alone, so that a claim takes one job.
         timeout_seconds: The longest deadline of the queue's handlers; None if one of them has no deadline.
-        batch_size: The most jobs that a claim takes.
+        batch_size: The most jobs that a claim takes in transaction mode.
+        window: The most jobs that a claim takes in lease mode, if one call runs them all, in one slot; None if each job
+            needs a slot.
     """
 
     scripts: Mapping[Sort, AnyScript]
@@ -52,6 +54,7 @@ class ClaimsOfQueue:
     by_one: Collection[Sort]
     timeout_seconds: float | None
     batch_size: int
+    window: int | None
 
 
 @dataclass(eq=False, slots=True)
@@ -107,14 +110,15 @@ class QueueClaims:
             (Sort.SUSPECT, Sort.GROUP_SUSPECT),
             registry.timeout_seconds(queue),
             registry.batch_size(queue, self.config.batch_size),
+            registry.window(queue) if is_leased else None,
         )
 
 
 class Sweep:
-    """The time of a queue's next sweep: a claim from its start, which finds jobs before the slots' places.
+    """The time of a queue's next sweep: a claim from the queue's start, which finds jobs that other claims pass over.
 
-    These are jobs that came late, were put back or have a higher priority. A relay's slots share this time, so that one
-    of them sweeps at a time.
+    Other claims of a slot start after the last job that it claimed. Jobs that came late, were put back or have a higher
+    priority are before that place. A relay's slots share this object, so that one slot sweeps at a time.
     """
 
     def __init__(self) -> None:
@@ -139,8 +143,8 @@ class Sweep:
     def record(self, seconds: float, *, swept: bool) -> None:
         """Record how long a claim took.
 
-        The next sweep is due after a pause that is longer the more time this sweep took, compared with other claims:
-        sweeps may take only a small share of the time.
+        The longer a sweep takes compared with other claims, the later the next sweep is due: sweeps may take only a
+        small share of the time.
 
         Args:
             seconds: The duration of the claim.
@@ -178,7 +182,8 @@ class Start:
     def bringing_back(self) -> str | None:
         """Return a statement to send before the next claim, or None.
 
-        It moves due jobs that later jobs have passed to the ends of their groups; this base class has none.
+        The statement moves due jobs of groups, if later jobs have passed them, to the ends of their groups. This base
+        class returns None.
         """
         return None
 
@@ -195,7 +200,7 @@ class QueueCursor(Start):
     def place(self) -> Cursor | None:
         """Return the place of the last job that the slot claimed; None for the start of the queue.
 
-        If a sweep is due (a claim from the queue's start), and no other slot makes it, returns None, and this slot
+        Also returns None if a sweep (a claim from the queue's start) is due that no other slot makes. This slot then
         makes it.
         """
         # Even without a cursor, because a claim from the start sweeps for all slots.
@@ -215,7 +220,7 @@ class QueueCursor(Start):
                 self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq)
 
     def is_at_end(self) -> bool:
-        """Return True if the last claim started at the start of the queue."""
+        """Return True if the last claim started at the start of the queue, so that no job can wait before it."""
         return self._has_swept
 
 
@@ -246,7 +251,7 @@ class GroupCursor(Start):
         return self._after
 
     def record(self, claimed: Claimed) -> None:
-        """Move the place to the last group from which the claim took jobs, or that it read if it took too few."""
+        """Move the place to the last group from which the claim took jobs or, if these were too few, that it read."""
         if claimed.look is not None:
             self._move(claimed.look)
         if claimed.jobs:

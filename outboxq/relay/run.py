@@ -87,6 +87,7 @@ class RelayLook:
     """The counts and the activity of a relay at one moment, for its metrics.
 
     Args:
+        identity: The relay's id, host, version and other facts that do not change.
         totals: The outcomes of the relay's jobs since it began.
         slots: The number of its slots in each of `SLOT_STATES`.
         claimed: For each of its queues, the number of jobs that its slots have claimed and not finished.
@@ -96,6 +97,8 @@ class RelayLook:
         connections: The number of connections that handlers in lease mode share: `used` are in use, the others `free`;
             empty without a queue in lease mode.
         kinds: Each queue that the relay works on, with each kind of jobs that it runs there.
+        hook_failures: The number of errors that hooks raised.
+        flush_failures: The number of rounds in which the relay's state and counts could not be written to the database.
     """
 
     identity: RelayIdentity
@@ -112,7 +115,15 @@ class RelayLook:
 
 @dataclass(eq=False)
 class RelayRun:
-    """One run of a relay, from start to end."""
+    """One run of a relay, from start to end; `Relay.run` and `Relay.drain` make it.
+
+    Args:
+        groups: The groups of slots, each with its flavour and claim mode.
+        emit: Emits the relay's events.
+        hooks: The thread that calls the registry's hooks.
+        stopping: Set when the relay is to stop.
+        until_empty: True to end when no job is left (drain).
+    """
 
     engines: Engines
     registry: Registry
@@ -363,7 +374,7 @@ class RelayRun:
         flow.on_limits = self._state.admission.changed
 
     def _abandon_tasks(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """If the relay ends by an error, cancel the tasks of async slots, without counting a failure of their jobs."""
+        """Cancel the tasks of async slots if the relay ends with an error, without counting a failure of their jobs."""
         if error is not None:
             for runner in self._runners:
                 if runner.slot.flavour == "async":
@@ -406,7 +417,7 @@ class RelayRun:
         # This includes slots that were cut off: their job has started, and counts a crash if it ends the process. They
         # come after the serving ones, because a slot that is just being replaced is in both.
         batches = [*(worker.batch for worker in workers), *(each.batch for each in self._cut_off if each.is_alive())]
-        jobs = [batch.job for batch in batches if batch is not None]
+        jobs = [job for batch in batches if batch is not None for job in batch.jobs]
         leased = {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
         return (
             None
@@ -497,7 +508,7 @@ class RelayRun:
     def _fail(self, error: BaseException) -> None:
         """Stop the relay, and make it raise this error.
 
-        A slot is stuck, or met an error that the database did not cause.
+        Called if a slot is stuck, or met an error that the database did not cause.
         """
         self._failures.append(error)
         self.stopping.set()

@@ -1,8 +1,8 @@
 """Torture test: random faults against real relays on a separate PostgreSQL server, then a check of all promises.
 
-`app` is the application and `producers` commit its jobs; `faults` plans faults from a random seed, and `inject` does
-them; `run` runs all of it. `history` checks, by the rows in the database at the end, that no job was lost or done
-twice.
+`app` is the application and `producers` commit its jobs. `faults` plans faults from a random seed, and `inject` carries
+them out. `run` starts all of these. `history` checks, by the rows in the database at the end, that no job was lost or
+done twice.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 from outboxq.config import MAX_SLOTS
 from outboxq.errors import ConfigError
 
-Mode: TypeAlias = Literal["transaction", "lease", "mixed", "flow", "calls"]
+Mode: TypeAlias = Literal["transaction", "lease", "mixed", "flow", "calls", "windows"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 OutsideKind: TypeAlias = Literal[
     "relay-killed",
@@ -39,7 +39,9 @@ class TortureOptions:
     """The options of a torture test. The seed determines the faults, their order and their parameters.
 
     Args:
-        slots: How many jobs of each queue a relay runs at a time.
+        mode: The sort of jobs; `mixed` has the jobs of `transaction` and `lease`, `flow` also grouped and other jobs,
+            `calls` jobs that wait as if for a service, `windows` jobs that a batch handler sends as if to a broker.
+        slots: The number of jobs of each queue that a relay runs at a time.
         only: The kinds of faults to draw from; empty for all kinds.
     """
 
@@ -83,10 +85,16 @@ class TortureReport:
         jobs_enqueued: Committed jobs; after a successful run, as many as `effects_applied` and `dead_letters` together.
         jobs_rolled_back: Jobs that were rolled back with their transaction, or with a savepoint.
         commits_unanswered: Jobs whose producer got no answer to COMMIT, so that it cannot know if they exist.
-        commits_unanswered_kept: Those of these jobs that were committed, as the other rows of their transaction show.
-        commits_unanswered_as_promised: Those of these jobs that were done once if committed, and never if not.
-        jobs_of_killed_relays: Jobs in lease mode that relays were running when they were killed, over all kills.
-        calls_begun: Starts of the handlers of mode `calls`; the other modes do not record them.
+        commits_unanswered_kept: Those of `commits_unanswered` that were committed, as their business rows show.
+        commits_unanswered_as_promised: Those of `commits_unanswered` that were done once if committed, and never if
+            not.
+        faults_not_met: Planned faults that found nothing to disturb.
+        doubled: Jobs that ended more than once.
+        sent_again: Messages that were sent more than once, in the mode `windows` only: a relay died, or a call failed,
+            after it had sent them.
+        jobs_of_killed_relays: Jobs in lease mode that relays were running when they were killed.
+        calls_begun: Starts of handlers, in the mode `calls` only.
+        longest_stall_seconds: The longest time without progress.
         problems: The broken promises, in words; empty after a successful run.
     """
 
@@ -109,6 +117,7 @@ class TortureReport:
     relays_started: int
     jobs_of_killed_relays: int
     calls_begun: int
+    sent_again: int
     longest_stall_seconds: float
     seconds: float
     server: str

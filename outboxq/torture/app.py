@@ -1,20 +1,24 @@
 """The application of the torture test: handlers that record their effect, some after an error, an exit or a deadlock.
 
-A job misbehaves only once. That is recorded on another connection, so that the record is not rolled back with the job.
+A job misbehaves only once. Its misbehaviour is recorded on another connection, so that the record is not rolled back
+with the job.
 """
 
 import asyncio
 import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from uuid import UUID
 
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from outboxq import AsyncContext, Backoff, Context, DeadLetter, Jobs
+from outboxq import AsyncBatchContext, AsyncContext, Backoff, BatchContext, BatchItem, Context, DeadLetter, Jobs
 from outboxq.job import Job
 from outboxq.torture.history import SCHEMA
 from outboxq.torture.lanes import LIMITED, coalesce_key, watch
-from outboxq.torture.starts import record_start
+from outboxq.torture.starts import is_first_mark, record_start
 
 MAX_ATTEMPTS = 25
 # Quick, and with enough attempts for a job that meets several faults that count.
@@ -22,6 +26,8 @@ RETRY = Backoff(max_attempts=MAX_ATTEMPTS, first_seconds=0.05, cap_seconds=1.0)
 EXIT_CODE = 86
 # The queue of handlers that wait for something outside.
 CALL_SECONDS = 0.5
+# The length of a call of a batch handler under a lease.
+WINDOW_SECONDS = 0.05
 
 
 _EFFECT = text(
@@ -36,13 +42,14 @@ _PAUSE = text("SELECT pg_sleep(0.02)")
 
 
 class Misbehaviour(Exception):
-    """The error of a handler that is planned to fail."""
+    """Raised by a handler whose job is planned to fail."""
 
 
 jobs, leased, mixed = Jobs(), Jobs(), Jobs()
 # Including the jobs of flow control.
 flow = Jobs()
 calls = Jobs()
+windows = Jobs()
 
 
 def _record(
@@ -93,14 +100,53 @@ USES = {
     **dict.fromkeys(("coalesce", "coalesce_leased"), "coalesce"),
     **dict.fromkeys(("unique", "unique_leased"), "unique"),
     **dict.fromkeys(("batched", "batched_leased"), "batch"),
-    "call": "call",
+    **dict.fromkeys(("call", "window", "window_async"), "call"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The arguments of a job that its handler sends: `starts` is the directory of the files that receive it."""
+
+    starts: str
+    behaviour: str = "plain"
+
+
+def _send(items: Sequence[BatchItem[Message]]) -> list[DeadLetter | None]:
+    """Misbehave for each item that says so, then write each job to this process's file, as if to a broker."""
+    outcomes: list[DeadLetter | None] = []
+    for item in items:
+        behaviour = item.args.behaviour
+        if behaviour in ("raise", "flush-raise", "exit") and is_first_mark(item.job, item.args.starts):
+            if behaviour == "exit":
+                os._exit(EXIT_CODE)
+            raise Misbehaviour(behaviour)
+        outcomes.append(DeadLetter("it was told to give up") if behaviour == "give-up" else None)
+        if behaviour != "give-up":
+            record_start(item.job, item.args.starts)
+    return outcomes
+
+
+@windows.batch_handler(Message, kind="window", queue="torture-window", retry=RETRY, claim="lease", max_size=20)
+def window(ctx: BatchContext, items: Sequence[BatchItem[Message]]) -> list[DeadLetter | None]:
+    """Handler: send the messages of a window, which takes a while, as a confirm does."""
+    assert len(ctx.jobs) == len(items)
+    time.sleep(WINDOW_SECONDS)
+    return _send(items)
+
+
+@windows.batch_handler(Message, kind="window_async", queue="torture-window-async", retry=RETRY, claim="lease")
+async def window_async(ctx: AsyncBatchContext, items: Sequence[BatchItem[Message]]) -> list[DeadLetter | None]:
+    """Handler: do the same as `window`, as an async handler."""
+    assert len(ctx.jobs) == len(items)
+    await asyncio.sleep(WINDOW_SECONDS)
+    return _send(items)
 
 
 def _run(session: Session, job: Job, behaviour: str, number: int | None, unique_key: str | None) -> DeadLetter | None:
     """The body of every handler: misbehave if `behaviour` says so, then record the job's effect.
 
-    Returns a `DeadLetter` if `behaviour` is that the job gives up.
+    Return a `DeadLetter` if `behaviour` is `give-up`.
     """
     connection = session.connection()
     watch(connection, job, unique_key)

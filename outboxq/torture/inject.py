@@ -30,6 +30,7 @@ _TARGETS: dict[Mode, str] = {
     "mixed": "outboxq.torture.app:mixed",
     "flow": "outboxq.torture.app:flow",
     "calls": "outboxq.torture.app:calls",
+    "windows": "outboxq.torture.app:windows",
 }
 
 _FAULT_SECONDS = 5.0
@@ -53,7 +54,7 @@ _TERMINATE = text("SELECT pg_terminate_backend(:pid)")
 
 
 class Relays:
-    """The relay processes of a torture test, some of them suspended for a while."""
+    """The relay processes of a torture test. A relay that has ended is replaced, and some are suspended for a while."""
 
     def __init__(self, url: str, mode: Mode, number: int, slots: int) -> None:
         self.started = 0
@@ -62,18 +63,19 @@ class Relays:
         self._url = url
         self._target = _TARGETS[mode]
         # Under a lease each job has a slot of its own.
-        self._has_batches = mode not in ("lease", "calls")
+        self._has_batches = mode not in ("lease", "calls", "windows")
         self._running = [self._start(position) for position in range(number)]
         self._paused: dict[int, float] = {}
 
     def names(self) -> set[str]:
-        """Return the names of the relays that are alive, which their database connections have too."""
+        """Return the names of the relays that are alive, which are also the application names of their connections."""
         return {relay.name for relay in self._running if relay.returncode is None}
 
     def alive(self, held: Mapping[int, int], least: int) -> dict[int, int]:
-        """Return the part of `held` that is of living relays with at least `least` leased jobs.
+        """Return the entries of `held` for relays that are alive and have at least `least` leased jobs.
 
-        `held`: the number of leased jobs by process id.
+        Args:
+            held: The number of leased jobs by process id.
         """
         running = {relay.pid for relay in self._running if relay.returncode is None}
         return {pid: jobs for pid, jobs in held.items() if pid in running and jobs >= least}
@@ -93,7 +95,8 @@ class Relays:
     def pause(self, fraction: float, seconds: float) -> None:
         """Suspend a relay with SIGSTOP; `tend` resumes it after `seconds`.
 
-        `fraction`: a number from 0 to 1 that selects the relay.
+        Args:
+            fraction: A number from 0 to 1 that selects one of the relays.
         """
         position = int(fraction * len(self._running))
         self._running[position].pause()
@@ -140,7 +143,7 @@ class Relays:
 
 @dataclass(slots=True)
 class FaultInjector:
-    """Does planned faults to relays, producers and the server.
+    """Carries out planned faults on relays, producers and the server.
 
     Attributes:
         let_ahead: Called to allow the producers some more jobs, for a fault that waits for new work.
@@ -159,7 +162,7 @@ class FaultInjector:
     jobs_of_killed_relays: int = field(default=0, init=False)
 
     def inject(self, fault: Fault) -> bool:
-        """Do a fault; return False if there was nothing to do it to."""
+        """Carry out a fault; return False if nothing was found that it could disturb."""
         match fault.kind:
             case "relay-killed" | "relay-stopped":
                 return self._disturb_process(fault)
@@ -188,9 +191,9 @@ class FaultInjector:
         return True
 
     def _wait_for_holders(self) -> dict[int, int]:
-        """Wait until a living relay has `full` leased jobs; return the number of leased jobs of each, by process id.
+        """Wait until a living relay has `full` leased jobs; return such relays: `{process id: number of leased jobs}`.
 
-        If there is no such relay within five seconds, return the numbers of all processes.
+        If there is no such relay within five seconds, return the numbers of all relays.
         """
         deadline = time.monotonic() + _FAULT_SECONDS
         if self.full:
@@ -236,7 +239,10 @@ class FaultInjector:
         return True
 
     def _disturb_backend(self, fault: Fault) -> bool:
-        """Terminate a working backend, or kill a relay's, as planned; return False if none is found in 5 seconds."""
+        """Terminate a backend that writes, or kill a relay's backend, as planned.
+
+        Return False if there is none within five seconds.
+        """
         terminate = fault.kind == "backend-terminated"
         deadline = time.monotonic() + _FAULT_SECONDS
         while time.monotonic() < deadline and not self.interrupted.is_set():
@@ -256,9 +262,9 @@ class FaultInjector:
 
 
 def _kill(pid: int) -> bool:
-    """Send SIGKILL to a backend, after which the server ends all others and recovers.
+    """Send SIGKILL to a backend of PostgreSQL, after which the server ends all other backends and recovers.
 
-    Returns False if the backend has ended already.
+    Return False if the backend has ended already.
     """
     try:
         os.kill(pid, signal.SIGKILL)

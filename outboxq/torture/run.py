@@ -4,9 +4,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from uuid import UUID
 
 from sqlalchemy import Connection, text
 
@@ -39,11 +40,15 @@ _OTHER_CONNECTIONS = 100
 # More connections than a relay needs that has not one for each slot.
 _MOST_CONNECTIONS = 1_500
 _NOTE_START = text(f"INSERT INTO {SCHEMA}.start (job_id, token) VALUES (:job_id, :token)")
+_NOTE_SENT = text(
+    f"INSERT INTO {SCHEMA}.effect (job_id, attempt, crashes) "
+    f"SELECT :job_id, 0, 0 WHERE NOT EXISTS (SELECT FROM {SCHEMA}.effect WHERE job_id = :job_id)"
+)
 _FORGET_STARTS = text(f"TRUNCATE {SCHEMA}.start")
 
 
 class TortureFailed(OutboxqError):
-    """The torture test could not be completed; this is no verdict on outboxq."""
+    """Raised if the torture test could not be completed. It does not mean that outboxq has broken a promise."""
 
 
 def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureReport:
@@ -86,6 +91,12 @@ def _note_starts(connection: Connection, starts: Sequence[Start]) -> None:
         connection.execute(_NOTE_START, [{"job_id": each.job_id, "token": each.token} for each in starts])
 
 
+def _note_sent(connection: Connection, sent: Iterable[UUID]) -> None:
+    """Record each sent message as its job's effect; a message that was sent again is one effect."""
+    connection.execute(_NOTE_SENT, [{"job_id": job_id} for job_id in sent])
+    connection.commit()
+
+
 def _kinds(mode: Mode) -> list[JobKind[...]]:
     plain: list[JobKind[...]] = [app.record, app.record_async]
     leases: list[JobKind[...]] = [app.record_leased, app.record_leased_async]
@@ -97,6 +108,7 @@ def _kinds(mode: Mode) -> list[JobKind[...]]:
     calls: list[JobKind[...]] = [app.call]
     of_mode: dict[Mode, list[JobKind[...]]] = {
         "transaction": plain, "lease": leases, "mixed": everything, "flow": everything + flow, "calls": calls,
+        "windows": [app.window, app.window_async],
     }  # fmt: skip
     return of_mode[mode]
 
@@ -125,9 +137,10 @@ class _Run:
         self._said_at = 0.0
         # Twice what all slots hold, so that a killed relay has all of its slots at work.
         self._room = 2 * self.options.relays * self.options.slots
+        self._sent = set[UUID]()
 
     def play(self) -> TortureReport:
-        """Run everything in order; return the report. All started processes are ended, even after an error."""
+        """Run the test from the start of the relays; return the report. All processes end, even after an error."""
         with ExitStack() as stack:
             relay_proxy = stack.enter_context(CommitProxy(self.url))
             producer_proxy = stack.enter_context(CommitProxy(self.url))
@@ -147,9 +160,9 @@ class _Run:
         return self._report(gave_up)
 
     def _torture(self) -> str | None:
-        """Until all jobs are done: observe the run, resume or replace relays, and do the faults that are due.
+        """Observe the run, resume or replace relays, and do the faults that are due, until all jobs are done.
 
-        Returns the reason if the run took too long or did not move, otherwise None.
+        Return the reason if the run took too long or made no progress, otherwise None.
         """
         while True:
             self._observe()
@@ -172,6 +185,8 @@ class _Run:
 
     def _observe(self) -> None:
         """Record the progress and the leases, write the producers' outcomes, and permit the producers more jobs."""
+        if self.options.mode == "windows":
+            self._note_sent()
         row = self.watcher.progress()
         self.watcher.note_leases()
         self.watcher.ask(self._producers.journal.flush)
@@ -188,6 +203,12 @@ class _Run:
                 f"{self._finished:,} of {self.options.jobs:,} jobs, {outside_done:,} faults done, "
                 f"{row.backlog:,} jobs wait, longest stall {self._longest_stall:.1f} s, {now - self._begun:.0f} s"
             )
+
+    def _note_sent(self) -> None:
+        sent = {start.job_id for start in read_starts(self.starts)}
+        if fresh := sent - self._sent:
+            self.watcher.ask(lambda connection: _note_sent(connection, fresh))
+            self._sent = sent
 
     def _allow(self, more: int = 0) -> None:
         limit = self._finished + max(_BACKLOG, self._room)
@@ -207,8 +228,12 @@ class _Run:
 
     def _report(self, gave_up: str | None) -> TortureReport:
         self.watcher.ask(self._producers.journal.flush)
-        starts = list(read_starts(self.starts))
-        self.watcher.ask(lambda connection: _note_starts(connection, starts))
+        starts, sent_again = list(read_starts(self.starts)), 0
+        if self.options.mode == "windows":
+            self._note_sent()
+            sent_again = len(starts) - len(self._sent)
+        else:
+            self.watcher.ask(lambda connection: _note_starts(connection, starts))
         self.watcher.wait_until_alone()
         verdict = self.watcher.ask(
             lambda connection: check_history(connection, max_attempts=app.MAX_ATTEMPTS, max_crashes=MAX_CRASHES)
@@ -229,6 +254,7 @@ class _Run:
             relays_started=self._relays.started,
             jobs_of_killed_relays=self._injector.jobs_of_killed_relays,
             calls_begun=len(starts),
+            sent_again=sent_again,
             longest_stall_seconds=round(self._longest_stall, 1),
             seconds=round(time.monotonic() - self._begun, 1),
             server=f"PostgreSQL {self.server.version}",

@@ -150,6 +150,7 @@ def test_the_deadline_of_jobs_that_ran_alone_is_none_of_those_that_run_together(
     assert found == [(2, "30s")]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("how", ["raise", "integrity", "orphan", "rollback", "swallow", "close", "driver"])
 def test_what_fails_with_many_is_tried_with_each_alone(
     how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
@@ -319,8 +320,6 @@ def test_what_cannot_be_a_batch_handler_is_refused_where_it_is_declared() -> Non
 
     def nothing() -> None: ...
 
-    with pytest.raises(RegistryError, match="leave out claim"):
-        jobs.batch_handler(Credit, claim="lease")(act)
     for size in (0, 10_001, "5", True):
         with pytest.raises(RegistryError, match=r"max_size takes 1 to 10,000"):
             jobs.batch_handler(Credit, max_size=size)(act)

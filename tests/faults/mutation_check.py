@@ -1,6 +1,7 @@
 """Take the mechanisms out, one at a time, and see the suite go red.
 
     python -m tests.faults.mutation_check [NAME ...]
+    python -m tests.faults.mutation_check --page       # writes the list in docs/mutants.md
 
 Each mutant is a copy of this checkout with one text replaced. The tests named beside it must be green without the
 change and red with it; the script ends with 1 if a mutant survives. Two runs at a time, which mostly wait.
@@ -12,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "mutants.md"
 COPIED = ("outboxq", "tests", "alembic", "examples", "conftest.py", "pyproject.toml", "README.md", "docs")
 _AT_ONCE = 2
 
@@ -50,6 +53,7 @@ _SAME = "tests/codec/test_sameness.py::test_"
 _ENTITIES = "tests/execution/test_job_entities.py::test_"
 
 _CALLS = "tests/relay/test_calls.py::test_"
+_WINDOWS = "tests/relay/test_windows.py::test_"
 
 MUTANTS = (
     Mutant(
@@ -1815,6 +1819,83 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "lease of all jobs of a window",
+        "outboxq/relay/dispatcher.py",
+        "for job in batch.jobs if job.lease_token is not None}",
+        "for job in batch.jobs[:1] if job.lease_token is not None}",
+        (f"{_WINDOWS}a_window_may_take_longer_than_its_lease",),
+    ),
+    Mutant(
+        "slot for each window",
+        "outboxq/relay/dispatcher.py",
+        "        self._waiting.extend(calls[free:])\n",
+        "        free = len(calls)\n",
+        (f"{_WINDOWS}a_claim_of_several_kinds_is_a_call_of_each_and_takes_one_slot",),
+    ),
+    Mutant(
+        "slot for jobs that run again alone",
+        "outboxq/relay/dispatcher.py",
+        "        self._waiting.extend(alone)\n",
+        "        [self._threads.start(each) for each in alone]\n",
+        (f"{_WINDOWS}a_failed_windows_jobs_run_in_its_slot",),
+    ),
+    Mutant(
+        "jobs of a failed window alone",
+        "outboxq/execution/leased_window.py",
+        "        if len(jobs) > 1:\n",
+        "        if len(jobs) > 1_000:\n",
+        (f"{_WINDOWS}the_jobs_of_a_failed_call_run_again_each_alone",),
+    ),
+    Mutant(
+        "done jobs of a cancelled window",
+        "outboxq/execution/leased_window.py",
+        "job.id not in cancelled or isinstance(outcome, Done | Discard)",
+        "job.id not in cancelled",
+        (f"{_WINDOWS}a_cancelled_job_of_a_window_is_done_if_its_outcome_says_so",),
+    ),
+    Mutant(
+        "refused session of a window",
+        "outboxq/execution/leased_window.py",
+        "        raise SessionRefused\n",
+        "        raise AttributeError(name)\n",
+        (f"{_WINDOWS}a_session_is_refused_with_what_to_do",),
+    ),
+    Mutant(
+        "cancelled window that goes on",
+        "outboxq/relay/deadlines.py",
+        "                if batch.is_leased and len(call.jobs) > 1:\n",
+        "                if 0 == 1:\n",
+        (f"{_WINDOWS}a_cancelled_job_of_a_window_is_done_if_its_outcome_says_so",),
+    ),
+    Mutant(
+        "all jobs of an interrupted window",
+        "outboxq/execution/seized.py",
+        "    for job in (job for batch in batches for job in batch.jobs):\n",
+        "    for job in (batch.job for batch in batches):\n",
+        (f"{_WINDOWS}a_relay_that_does_not_wait_for_a_window_gives_all_its_jobs_back",),
+    ),
+    Mutant(
+        "all jobs of a window that is cut off",
+        "outboxq/execution/seized.py",
+        "runtime, why) for job in batch.jobs]",
+        "runtime, why) for job in batch.jobs[:1]]",
+        (f"{_WINDOWS}a_window_past_its_deadline_charges_no_job_that_does_not_hang",),
+    ),
+    Mutant(
+        "one job for each slot beside windows",
+        "outboxq/handlers/resolved.py",
+        "        return min(found) if found and len(found) == len(sizes) else None\n",
+        "        return min(found) if found else None\n",
+        (f"{_WINDOWS}a_queue_with_a_handler_of_one_job_claims_a_job_for_each_free_slot",),
+    ),
+    Mutant(
+        "job without a group key",
+        "outboxq/outbox/keys.py",
+        'if key is None and self._what == "group":',
+        'if key is None and self._what == "x":',
+        (f"{_WINDOWS}groups_keep_their_order_and_a_key_function_may_return_none",),
+    ),
+    Mutant(
         "COMMIT before publishing results",
         "outboxq/relay/dispatcher.py",
         "            answer = script.send(connection)\n",
@@ -1825,8 +1906,8 @@ MUTANTS = (
     Mutant(
         "claim bounded by free slots",
         "outboxq/relay/planner.py",
-        "self._free if script.leased else claims.batch_size",
-        "claims.batch_size + 9",
+        "        return self._free if claims.window is None or sort.is_suspect else claims.window\n",
+        "        return claims.batch_size + 9\n",
         ("tests/relay/test_dispatcher.py::test_a_claim_takes_no_more_jobs_than_slots_are_free",),
     ),
     Mutant(
@@ -2019,8 +2100,8 @@ MUTANTS = (
     Mutant(
         "smaller leased claim after cancellation",
         "outboxq/relay/planner.py",
-        "limit = min(self._most, self._free if script.leased",
-        "limit = min(self._free, self._free if script.leased",
+        "claims.by_one else min(self._most, self._most_of(",
+        "claims.by_one else min(self._free, self._most_of(",
         ("tests/execution/test_failing_claims.py::test_a_cancelled_claim_of_a_lease_asks_for_less",),
     ),
     Mutant(
@@ -2914,7 +2995,10 @@ MUTANTS = (
 
 
 def main(wanted: list[str]) -> int:
-    """Run the mutants whose names hold one of the words, or all."""
+    """Run the mutants whose names hold one of the words, or all; with `--page`, write the page that lists them."""
+    if wanted == ["--page"]:
+        PAGE.write_text(page(PAGE.read_text()))
+        return 0
     mutants = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
     survivors = 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -2979,6 +3063,28 @@ def _said(output: str) -> str:
     # With its reason: a test that ran into the time-out shows less than one whose assertion failed.
     failed = [line.rpartition("::")[2][:120] for line in output.splitlines() if line.startswith("FAILED ")]
     return "; ".join([re.sub(r" in [0-9.]+s.*", "", closing[-1].strip("= ")), *failed])
+
+
+def listed() -> str:
+    """The list of docs/mutants.md: each package's files, with the names of their mutants."""
+    files: dict[str, dict[str, list[str]]] = {}
+    for mutant in MUTANTS:
+        package = "/".join(mutant.file.split("/")[:2]) if mutant.file.count("/") > 1 else "outboxq"
+        files.setdefault(package, {}).setdefault(mutant.file, []).append(mutant.name)
+    lines = [f"There are {len(MUTANTS)}.", ""]
+    for package, found in sorted(files.items()):
+        lines += [f"## {package}", ""]
+        for file, names in sorted(found.items()):
+            lines += textwrap.wrap(
+                f"- `{file}`: {'; '.join(names)}", 130, subsequent_indent="  ", break_on_hyphens=False
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    """The text of the page with the list as it is today."""
+    return re.sub(r"(?<=<!-- api: mutants -->\n).*?(?=<!-- end -->)", lambda _: listed(), text, flags=re.DOTALL)
 
 
 def apply(mutant: Mutant, root: Path) -> None:

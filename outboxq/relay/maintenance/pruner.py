@@ -50,8 +50,8 @@ class Pruner(PeriodicTask):
 
     Args:
         first_seconds: The longest time until the first round, however long the pauses between later rounds are.
-        deletes: True to delete expired rows. Old requests to cancel jobs and old notes of progress are deleted, and
-            callback batches (`jobs.batch`) checked, in any case.
+        deletes: True to delete expired rows. In any case old requests to cancel jobs and old notes of progress are
+            deleted, and callbacks whose batch is done (`jobs.batch`) are started.
         batch_rows: The most rows that one transaction deletes.
         max_batches: The most transactions for each table in one round; for dead letters, for each queue.
         keep_dead: By queue, the seconds for which the application keeps dead letters, if operators have set no time.

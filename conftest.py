@@ -33,15 +33,21 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Collected, Collected]:
-    """Mark those cases of a test marked `each_value` as wide that the values of its arguments do not need."""
+    """Mark those cases as wide that are not in every run, of tests marked `each_value` or `first_and_last`."""
     made = yield
     cases = [case for case in made if isinstance(case, pytest.Function)] if isinstance(made, list) else []
-    if cases and cases[0].get_closest_marker("each_value"):
-        cases = [case for case in cases if not (case.get_closest_marker("large") or case.get_closest_marker("wide"))]
+    marks = {mark.name for mark in cases[0].iter_markers()} if cases else set()
+    cases = [case for case in cases if not case.get_closest_marker("wide")]
+    if "each_value" in marks:
+        cases = [case for case in cases if not case.get_closest_marker("large")]
         needed = covering([case.callspec.params for case in cases])
-        for place, case in enumerate(cases):
-            if place not in needed:
-                case.add_marker(pytest.mark.wide)
+    elif "first_and_last" in marks:
+        needed = {0, len(cases) - 1}
+    else:
+        return made
+    for place, case in enumerate(cases):
+        if place not in needed:
+            case.add_marker(pytest.mark.wide)
     return made
 
 

@@ -51,6 +51,7 @@ def test_a_session_that_goes_otherwise_than_it_says_is_found(
         run_steps(steps, directory=tmp_path, environment={"PATH": os.environ["PATH"]}, limit_seconds=60)
 
 
+@pytest.mark.first_and_last
 @every_example
 @pytest.mark.wide
 def test_the_readme_says_what_happens(
@@ -68,6 +69,7 @@ def test_the_readme_says_what_happens(
         )
 
 
+@pytest.mark.first_and_last
 @every_example
 @pytest.mark.large
 def test_the_tests_need_nothing_of_the_checkout(example: Path, installation: Installation, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def staged(engine: Engine) -> UUID:
     return job_id
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", SINGLE)
 def test_an_action_has_its_row(engine: Engine, staged: UUID, name: str) -> None:
     """Who, by which way and why; what it was done to, and how many rows it changed; and no secret."""
@@ -124,6 +125,7 @@ def test_an_action_has_its_row(engine: Engine, staged: UUID, name: str) -> None:
     assert SECRET not in operators.audit_text(engine)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", SINGLE)
 def test_an_action_that_is_rolled_back_has_none(engine: Engine, staged: UUID, name: str) -> None:
     """Neither stands without the other."""

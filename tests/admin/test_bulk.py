@@ -83,6 +83,7 @@ def test_a_preview_counts_shows_and_bounds_and_locks_nothing(engine: Engine) -> 
     assert (row["expected"], row["changed"], row["finished_at"] is not None) == (15, 15, True)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", ACTIONS)
 def test_each_page_is_counted_with_its_rows(engine: Engine, name: str) -> None:
     """Pages of 200, one row of the audit, and at each point as many as were changed."""
@@ -105,6 +106,7 @@ def test_each_page_is_counted_with_its_rows(engine: Engine, name: str) -> None:
     assert row["finished_at"] is not None
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", ACTIONS)
 def test_what_was_cut_off_is_gone_on_with(engine: Engine, name: str) -> None:
     """Behind the last page, to the end, without rows that came after the preview; counted in one row."""
@@ -226,7 +228,7 @@ def test_a_run_is_not_taken_over_in_the_midst_of_a_page(engine: Engine) -> None:
     assert [each.changed for each in totals] == [450]
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", ACTIONS)
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("at", [0, 1, 2])

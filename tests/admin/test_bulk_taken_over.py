@@ -84,7 +84,7 @@ def resumed(engine: Engine, entry: UUID) -> bulk.BulkRun:
 
 
 # A page takes two transactions: in one it looks for its rows, and in the other it changes them.
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("at", [3, 4, 5, 6])
 @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "not stopped"])
 @pytest.mark.parametrize("pages", [0, 1, 3], ids="after {} pages of the other".format)

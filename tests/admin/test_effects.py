@@ -254,6 +254,7 @@ def test_what_is_done_is_never_made_undone(engine: Engine) -> None:
             resolve(engine, verdict)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("verdict", [WasApplied('"mine"'), WasNotApplied()], ids=["applied", "not applied"])
 @open_effects
 def test_a_caller_that_wakes_afterwards_cannot_record(

@@ -224,6 +224,7 @@ def test_a_producer_that_is_prepared_is_named(outboxq_database: Database, engine
     assert codes(of_job(engine, row[0])) == ["not-found"]
 
 
+@pytest.mark.wide
 def test_a_dead_letter_is_named_with_its_reason(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
@@ -297,6 +298,7 @@ def test_a_job_that_waits_for_a_lock_is_named_with_what_blocks_it(
         wait_until(lambda: running.of(JobDone), "the job to be done")
 
 
+@pytest.mark.wide
 def test_a_cancellation_that_is_not_answered_yet_is_named(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -560,6 +562,7 @@ def test_a_full_limit_is_named(
         gate.go_on.set()
 
 
+@pytest.mark.wide
 def test_a_session_that_holds_the_limit_is_named(
     outboxq_database: Database,
     engine: Engine,
@@ -589,6 +592,7 @@ def test_a_session_that_holds_the_limit_is_named(
         assert "turn-held" in codes(of_job(engine, job_id))
 
 
+@pytest.mark.wide
 def test_a_session_that_holds_a_group_is_named(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
@@ -734,6 +738,7 @@ def test_the_reasons_come_in_one_order(
         assert codes(of_job(engine, job_id)) == ["held-by-session"]
 
 
+@pytest.mark.wide
 def test_what_takes_too_long_is_not_known(outboxq_database: Database, engine: Engine, roles: Cast) -> None:
     """A policy makes each look at a job take three seconds: the answer says so, and is no error."""
     execute(

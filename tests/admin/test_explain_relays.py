@@ -202,6 +202,7 @@ def test_a_free_slot_keeps_a_job_from_being_called_stuck(
         gate.go_on.set()
 
 
+@pytest.mark.wide
 def test_a_relay_that_stands_still_is_told_as_the_last_that_served_the_queue(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -221,6 +222,7 @@ def test_a_relay_that_stands_still_is_told_as_the_last_that_served_the_queue(
         wait_until(lambda: of_job(engine, job_id).verdict.code == "not-found", "the job to be done")
 
 
+@pytest.mark.wide
 def test_a_killed_relay_is_told_as_the_last_that_served_the_queue(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -243,6 +245,7 @@ def test_a_killed_relay_is_told_as_the_last_that_served_the_queue(
     assert "the last one" not in found.verdict.text
 
 
+@pytest.mark.wide
 def test_a_long_lease_of_a_relay_that_died_is_not_called_a_run(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], tmp_path: Path
 ) -> None:

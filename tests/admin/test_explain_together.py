@@ -97,6 +97,7 @@ WAYS: dict[str, InTheWay] = {
 SETS = ["+".join(chosen) for number in (3, 2, 1) for chosen in combinations(WAYS, number)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("chosen", sampled(SETS, 12))
 def test_the_first_reason_is_true_until_the_last_is_gone(
     chosen: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain

@@ -243,6 +243,7 @@ def test_every_statement_can_be_said(owner: psycopg.Connection, catalog: Catalog
     assert [trial.statement for trial in tried if not is_let_in(owner, trial.statement)] == []
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_may_do_what_is_written_here_and_nothing_else(roles: Cast, catalog: Catalog, part: Part) -> None:
     """Each statement as a login role that has its rights through the group."""
@@ -252,6 +253,7 @@ def test_a_part_may_do_what_is_written_here_and_nothing_else(roles: Cast, catalo
     assert [trial.statement for trial, let_in in outcomes if not let_in and trial.is_let_in(part)] == []
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_calls_the_functions_that_are_written_here(
     roles: Cast, owner: psycopg.Connection, catalog: Catalog, part: Part

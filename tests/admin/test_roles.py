@@ -440,6 +440,7 @@ def test_an_operator_of_before_is_left_the_columns_of_the_audit_that_it_needs(ro
     roles.refuses("operator", "UPDATE outboxq.audit SET actor = 'bob'")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("other", ["relay", "operator"])
 @pytest.mark.parametrize("how", ["in one run", "in runs of their own"])
 def test_a_role_of_two_parts_keeps_what_the_other_needs(roles: Cast, other: Part, how: str) -> None:
@@ -469,6 +470,7 @@ def test_what_a_producer_inherits_is_not_taken_from_it(roles: Cast) -> None:
     assert rights(roles) == before
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("step", range(1, LATEST + 1))
 def test_the_sql_fits_every_step(outboxq_server: Server, step: int) -> None:
     """Tables that come with a later step are passed over, and their rights follow when the SQL is run again."""

@@ -176,6 +176,7 @@ def test_environments_are_in_the_users_cache(monkeypatch, tmp_path):
     assert default_directory() == tmp_path / "outboxq-benchmarks" / "peers"
 
 
+@pytest.mark.wide
 def test_a_run_without_the_other_queues_says_what_to_install_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_scenario_that_does_not_exist_is_named(capsys) -> None:
     assert "no scenario nop" in capsys.readouterr().err
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("script", "updates"),
     [

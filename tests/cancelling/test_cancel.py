@@ -151,7 +151,7 @@ def wait_for_the_end(running: RunningRelay, engine: Engine) -> None:
     assert (effects(engine), waiting(engine), dead(engine), requests(engine)) == ([], 0, 0, [])
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @MODES
 @pytest.mark.parametrize("how", ["looks", "works_outside", "sends", "awaits", "awaits_a_statement"])
 def test_a_running_job_is_cancelled(
@@ -175,6 +175,7 @@ def test_a_running_job_is_cancelled(
     assert not running.of(DatabaseLost)
 
 
+@pytest.mark.first_and_last
 @MODES
 @pytest.mark.relay_limits(CUT_SOON)
 @pytest.mark.parametrize("how", ["is_deaf", "is_deaf_async"])
@@ -262,6 +263,7 @@ def test_a_cancelled_job_may_become_a_dead_letter(
     assert (effects(engine), waiting(engine), requests(engine)) == ([], 0, [])
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("how", ["looks", "sends", "awaits", "awaits_a_statement"])
 def test_the_company_of_a_cancelled_job_stands(
     engine: Engine,
@@ -427,6 +429,7 @@ def add_again(engine: Engine, job_id: UUID, kind: str, group: str | None = None)
         )
 
 
+@pytest.mark.first_and_last
 @MODES
 @pytest.mark.parametrize("group", [None, "g"])
 def test_a_request_that_outlived_its_job_does_not_end_a_later_one_of_its_id(
@@ -460,6 +463,7 @@ def test_a_request_that_outlived_its_job_does_not_end_a_later_one_of_its_id(
     assert (effects(engine), waiting(engine)) == (["attempt 1", "attempt 1"], 0)
 
 
+@pytest.mark.large
 @MODES
 def test_a_request_for_an_earlier_job_of_its_id_interrupts_none_that_runs(
     engine: Engine,

@@ -33,6 +33,7 @@ def left(engine: Engine, noun: str) -> int:
         return int(connection.execute(text(f"SELECT count(*) FROM {table(noun)}")).scalar_one())
 
 
+@pytest.mark.first_and_last
 @EVERY_COMMAND
 def test_more_than_a_hundred_are_asked_about(noun: str, outboxq_database: Database, engine: Engine) -> None:
     """A filter that finds more changes nothing if the input is no terminal, and says with which words it would."""
@@ -65,6 +66,7 @@ def test_the_answer_counts(answer: str, stay: int, outboxq_database: Database, e
     assert left(engine, "dead discard") == stay
 
 
+@pytest.mark.first_and_last
 @EVERY_COMMAND
 @pytest.mark.parametrize("chosen", [("--queue", "many"), ("--all",)])
 def test_a_dry_run_counts_and_changes_nothing(

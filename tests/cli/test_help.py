@@ -75,6 +75,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_teaches_with_an_example_of_itself(words: tuple[str, ...]) -> None:
     """`--help` of each command shows at least one complete command line."""
@@ -99,6 +100,7 @@ def test_the_help_lists_every_command_under_a_heading() -> None:
     assert "..." not in said.partition("Start:")[2]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_is_plain_and_fits(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """No brackets within brackets or types of Python, each argument and option described, 80 columns at most."""

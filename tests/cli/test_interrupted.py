@@ -8,7 +8,7 @@ from sqlalchemy import Engine, text
 
 from outboxq.postgres import Database
 from tests.support.cli import call, command, environment
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 JOBS = 450
 
@@ -108,7 +108,7 @@ def test_a_cancellation_that_is_cut_off_makes_no_suspects(
         else:
             with engine.connect() as connection:
                 connection.exec_driver_sql(f"SELECT pg_terminate_backend({pid})")
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.wait()

@@ -41,7 +41,7 @@ def add(sessions: sessionmaker[OutboxSession], jobs: Jobs, *kinds: str) -> None:
             session.add_job(registry.find(kind))
 
 
-@pytest.mark.each_value
+@pytest.mark.wide
 @MODES
 @pytest.mark.parametrize("batch_size", [1, 10])
 def test_the_other_kinds_of_its_queue_go_on(

@@ -94,6 +94,7 @@ def both(*words: str, url: str) -> tuple[str, Any]:
     return call(*words, url=url).ok().stdout, call(*words, "--json", url=url).ok().json
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", LISTS)
 def test_columns_are_called_as_the_keys_of_the_json(
     name: str, filled: dict[str, tuple[str, ...]], outboxq_database: Database
@@ -104,6 +105,7 @@ def test_columns_are_called_as_the_keys_of_the_json(
     assert len(document[name]) == len(table.splitlines()) - 1
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", LISTS[:-1])
 def test_show_calls_things_as_the_list_and_the_json_do(
     name: str, filled: dict[str, tuple[str, ...]], outboxq_database: Database

@@ -91,6 +91,7 @@ def test_every_command_is_tried() -> None:
     assert [name for name in COMMANDS if name not in tried and name[0] not in NOT_TRIED] == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("step", sampled([10, 9]))
 def test_a_command_that_cannot_work_names_what_mends_it(outboxq_database: Database, step: int) -> None:
     """On tables that are too old for this version each one; on those of the step before what needs the newest alone."""
@@ -120,6 +121,7 @@ def test_top_says_why_a_part_is_not_known(outboxq_database: Database) -> None:
     assert "outboxq migrate" in parts[0]["reason"]
 
 
+@pytest.mark.wide
 def test_an_exporter_says_once_that_tables_are_missing(
     outboxq_database: Database, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

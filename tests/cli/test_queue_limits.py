@@ -15,6 +15,7 @@ def shown(url: str, queue: str = "mail") -> dict[str, object]:
     return {name: row[name] for name in NOTHING}
 
 
+@pytest.mark.wide
 def test_limits_are_set_and_shown_and_taken_away(outboxq_database: Database, engine: Engine) -> None:
     """By the command of the shell: what is not given stays, and what is taken away is NULL again."""
     url = outboxq_database.url
@@ -105,6 +106,7 @@ def test_a_limit_of_an_unknown_queue_is_set_and_asked_about(outboxq_database: Da
     assert shown(url, "mial")["limit"] == 2
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("given", "words"),
     [

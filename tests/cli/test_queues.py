@@ -150,6 +150,7 @@ def test_an_empty_queue_that_a_relay_serves_is_known(
     assert (paused.stdout, paused.stderr) == ("'ledger' is paused\n", "")
 
 
+@pytest.mark.wide
 def test_the_list_has_the_limits_that_code_declares(
     outboxq_database: Database, engine: Engine, start_relay: StartRelay
 ) -> None:

@@ -267,6 +267,7 @@ def test_a_url_of_several_hosts_reads_on_the_standby_and_works_on_the_primary(bo
     assert "no connection to the database at 127.0.0.1:1, 127.0.0.1:2" in said.stderr
 
 
+@pytest.mark.wide
 def test_every_command_takes_the_primary_of_several_hosts(both: Both) -> None:
     """The URL names the standby first, which refuses writes."""
     several = _standby_first(both)

@@ -175,6 +175,7 @@ def test_log_level_silences_what_is_below_it(outboxq_database: Database) -> None
     assert said.stderr == ""
 
 
+@pytest.mark.wide
 def test_a_relay_stops_on_sigterm_when_its_handler_is_done(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_relay_stops_on_sigterm_when_its_handler_is_done(
     assert effects(engine) == ["slow"]
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("fresh_processes")
 def test_several_processes_get_the_url_where_nobody_else_can_read_it(
     role: str, engine: Engine, sessions: sessionmaker[OutboxSession]

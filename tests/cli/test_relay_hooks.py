@@ -17,6 +17,7 @@ from tests.support.matrices import sampled
 COUNT = 60
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("misdeed", sampled(["raise", "none", "block"]))
 def test_hooks_and_arounds_run_in_each_process_and_cost_no_job(
     misdeed: str, tmp_path: Path, outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]

@@ -57,6 +57,7 @@ configure("import")
 """
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("place", ["import", "lifespan", "handler"])
 def test_the_log_goes_on(
     outboxq_database: Database, sessions: sessionmaker[OutboxSession], tmp_path: Path, place: str

@@ -51,6 +51,7 @@ def test_schedules_are_paused_resumed_run_and_removed(outboxq_database: Database
     assert "no schedules found" in call("schedules", "list", url=url).ok().stderr
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -44,6 +44,7 @@ def rows(words: str, url: str) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.first_and_last
 @every_list
 def test_a_table_fits_the_terminal(words: str, url: str) -> None:
     """No line is longer than the terminal is wide, and no id is broken or cut."""
@@ -60,6 +61,7 @@ def test_a_table_fits_the_terminal(words: str, url: str) -> None:
         assert "2026-" not in screen, "ages, and not times"
 
 
+@pytest.mark.first_and_last
 @every_list
 def test_an_empty_column_is_left_out(words: str, url: str) -> None:
     """Each heading is a key of the JSON, whole, and at least one row has a value there; counts of jobs may be 0."""
@@ -71,6 +73,7 @@ def test_an_empty_column_is_left_out(words: str, url: str) -> None:
             assert name in ("ready", "jobs", "dead") or any(row[name] for row in found), name
 
 
+@pytest.mark.first_and_last
 @every_list
 def test_wide_shows_every_column(words: str, url: str) -> None:
     """However narrow the terminal is, each row is one line with whole values."""
@@ -82,6 +85,7 @@ def test_wide_shows_every_column(words: str, url: str) -> None:
     assert "…" not in screen
 
 
+@pytest.mark.first_and_last
 @every_list
 def test_a_pipe_gets_tabs_and_full_values(words: str, url: str) -> None:
     """A line for each row, a tab between the columns, whichever have a value; times in full, in UTC."""
@@ -158,6 +162,7 @@ def test_an_id_that_is_longer_than_the_terminal_is_not_cut(url: str, engine: Eng
     assert max(len(line) for line in screen.splitlines() if "mmm" not in line) <= 80
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("env", "expected"),
     [({}, {"\x1b[1m", "\x1b[31m", "\x1b[0m"}), ({"NO_COLOR": "1"}, {"\x1b[1m", "\x1b[0m"}), ({"TERM": "dumb"}, set())],
@@ -169,6 +174,7 @@ def test_colours_read_on_light_and_dark(env: dict[str, str], expected: set[str],
     assert set(CODES.findall(screen)) == expected
 
 
+@pytest.mark.first_and_last
 @every_list
 def test_nothing_found_is_said(words: str, outboxq_database: Database) -> None:
     """On standard error, so that a pipe has nothing but the heading."""
@@ -177,6 +183,7 @@ def test_nothing_found_is_said(words: str, outboxq_database: Database) -> None:
     assert re.fullmatch(r"no (jobs|dead letters|messages|effects|queues) found\n", said.stderr)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "words",
     [

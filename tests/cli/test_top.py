@@ -60,8 +60,12 @@ def shown(top: Top, view: str) -> list[list[str]]:
     return [[str(cell) for cell in found.get_row_at(place)] for place in range(found.row_count)]
 
 
+def is_shown(top: Top) -> bool:
+    """True if the detail is there with its text: a screen is pushed before its widgets are."""
+    return isinstance(top.screen, Detail) and bool(top.screen.query(Static))
+
+
 def detail(top: Top) -> str:
-    assert isinstance(top.screen, Detail)
     return str(top.screen.query_one(Static).render())
 
 
@@ -88,7 +92,7 @@ def test_names_are_text_and_never_markup(engine: Engine, outboxq_database: Datab
     async def act(top: Top, pilot: Pilot[None]) -> None:
         assert shown(top, "queues")[0][0] == "[red]x[/red]"
         await pilot.press("enter")
-        await until(pilot, lambda: isinstance(top.screen, Detail), "the detail")
+        await until(pilot, lambda: is_shown(top), "the detail")
         assert "[red]x[/red]" in detail(top)
 
     watch(outboxq_database.url, act)
@@ -123,7 +127,7 @@ def test_a_queue_is_explained_and_paused_after_a_question(engine: Engine, outbox
 
     async def act(top: Top, pilot: Pilot[None]) -> None:
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(top.screen, Detail), "the explanation")
+        await until(pilot, lambda: is_shown(top), "the explanation")
         assert "no-relay" in detail(top) or "relay" in detail(top)
         await pilot.press("q")
         await pilot.press("p")
@@ -248,10 +252,10 @@ def tmux() -> Iterator[Callable[..., str]]:
 
     def run(*words: str, env: dict[str, str] | None = None) -> str:
         given = ["tmux", "-L", name, *words]
-        return subprocess.run(given, env=env, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+        return subprocess.run(given, env=env, capture_output=True, text=True, check=True).stdout
 
     yield run
-    subprocess.run(["tmux", "-L", name, "kill-server"], check=False, capture_output=True, timeout=PATIENCE)
+    subprocess.run(["tmux", "-L", name, "kill-server"], check=False, capture_output=True)
 
 
 @pytest.mark.usefixtures("fresh_processes")

@@ -228,6 +228,7 @@ def test_the_job_that_was_added_last_is_the_newest_though_the_clock_went_back(
     assert (rebuild.runs, waiting(engine)) == ([3], 0)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("ending", ["fail", "snooze"])
 def test_a_job_that_was_put_back_is_not_the_newest(rebuild: Rebuild, drain: Drain, engine: Engine, ending: str) -> None:
     """It is older than the one that was added while it ran, whose time is an earlier one, and has a later number."""
@@ -320,6 +321,7 @@ def test_a_job_that_is_not_due_yet_is_left_alone(rebuild: Rebuild, drain: Drain,
     assert (rebuild.runs, waiting(engine)) == ([2, 3], 0)
 
 
+@pytest.mark.large
 def test_jobs_of_a_window_run_once_behind_it(rebuild: Rebuild, start_relay: StartRelay, engine: Engine) -> None:
     """`every`: all of a window are due at its end, and run as one."""
     began = time.time()

@@ -144,6 +144,7 @@ def add_entity(engine: Engine, class_: type[Any], key: tuple[object, ...]) -> No
         session.commit()
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("form", ["alone", "shared", "locked"])
 def test_the_row_of_an_entity_is_found_by_its_key(
     form: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain

@@ -572,6 +572,7 @@ def _shape(value: object) -> object:
 _SIGNATURES: dict[str, Signature] = {str(annotation): signature_of(annotation) for annotation in _ANNOTATIONS}
 
 
+@pytest.mark.wide
 @settings(max_examples=400)
 @given(st.sampled_from(_ANNOTATIONS), _VALUES)
 @example(dict[date, Any], {date(2000, 1, 1): 4.0787692739621304e16})

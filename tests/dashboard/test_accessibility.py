@@ -39,6 +39,7 @@ def _findings_here(page: Page) -> list[str]:
     return found + ([f"the page is {overflow} px wider than its window"] if overflow > 0 else [])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("theme", THEMES)
 def test_the_overview_can_be_used_by_all(theme: str, browser: Browser, staged: Engine) -> None:
     """Names, roles, contrast: on the page that everybody sees."""

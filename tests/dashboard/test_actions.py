@@ -111,6 +111,7 @@ def _is(engine: Engine, condition: str) -> bool:
         return bool(connection.execute(text(f"SELECT {condition}")).scalar_one())
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.path)
 def test_an_action_does_what_it_says_and_the_audit_has_it(action: Action, staged: Engine) -> None:
     """With who, in which role, by which way and why; and the page that follows says what was done."""
@@ -152,7 +153,7 @@ _CHANGED = {
 }
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("refused", _REFUSALS)
 @pytest.mark.parametrize("path", _CHANGED)
 def test_the_change_and_its_row_in_the_audit_are_rolled_back_together(path: str, refused: str, staged: Engine) -> None:
@@ -167,6 +168,7 @@ def test_the_change_and_its_row_in_the_audit_are_rolled_back_together(path: str,
     assert checksums(staged) == before
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("page", form_pages(), ids=lambda page: page.path)
 def test_a_form_is_a_page_of_its_own(page: Screen, staged: Engine) -> None:
     """Without a script: it says what it does, has the fields that it takes, and JSON names them."""
@@ -192,6 +194,7 @@ _WRONG = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("path", _WRONG)
 def test_what_is_wrong_is_said_on_the_form_which_keeps_what_was_given(path: str, staged: Engine) -> None:
     """Nothing is lost, nothing is changed, and the page says what to do."""

@@ -49,6 +49,7 @@ def _reflected() -> Iterator[str]:
         yield "/orders/inbox?" + urlencode({"consumer": payload, "message_id": payload})
 
 
+@pytest.mark.wide
 def test_a_page_in_a_browser_is_live_and_breaks_no_rule(browser: Browser, engine: Engine) -> None:
     """Behind a prefix, scripts, styles and the stream are loaded under the policy, and an action says what it did."""
     stage_dashboard(engine)

@@ -91,6 +91,7 @@ _EVERY_PREVIEW = (
 )
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("what", "fields", "words"), _EVERY_PREVIEW, ids=[each[0] for each in _EVERY_PREVIEW])
 def test_each_change_is_said_in_words(what: str, fields: dict[str, str], words: str, operator: Operator) -> None:
     """Also on the page, without a script."""
@@ -157,6 +158,7 @@ _BREAKS: dict[str, tuple[Callable[[str], str], int]] = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", _BREAKS)
 def test_a_preview_that_is_not_one_changes_nothing(name: str, operator: Operator, engine: Engine) -> None:
     """It holds for its user, in its session, for its database, for five minutes, as it was shown."""
@@ -213,6 +215,7 @@ def test_in_production_one_row_is_confirmed_by_typing(engine: Engine) -> None:
         assert operator.post("bulk/apply", intent=found["intent"], typed="1").status_code == 200
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("what", "number", "status"), [("dead.retry", 10_001, 403), ("dead.discard", 1, 403), ("dead.retry", 1, 200)]
 )
@@ -233,6 +236,7 @@ def test_an_operator_changes_up_to_ten_thousand_and_discards_none(
         assert operator.post("bulk/apply", intent=found["intent"], typed=typed).status_code == status
 
 
+@pytest.mark.wide
 def test_what_goes_on_is_stopped_and_gone_on_with(operator: Operator, engine: Engine) -> None:
     """By its id in the audit, which counts every row that was changed."""
     add_dead(engine, 2_000)
@@ -253,6 +257,7 @@ def test_what_goes_on_is_stopped_and_gone_on_with(operator: Operator, engine: En
     assert count_dead(engine) == 0
 
 
+@pytest.mark.wide
 def test_two_go_on_at_a_time(operator: Operator, engine: Engine) -> None:
     """A third one waits for its user to come again: its preview is shown once more, and nothing was changed by it."""
     slow_down(engine, 0.2)

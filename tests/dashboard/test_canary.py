@@ -18,6 +18,7 @@ from tests.support.waiting import PATIENCE
 _LOGGERS = ("outboxq", "uvicorn", "starlette", "asyncio")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("payloads", sampled(["hidden", "redacted"]))
 def test_a_secret_leaves_the_dashboard_on_no_way(
     payloads: Any, engine: Engine, caplog: pytest.LogCaptureFixture

@@ -34,10 +34,11 @@ def running(database: Database, *words: str, **variables: str) -> Iterator[tuple
         yield found[1], found[2]
     finally:
         process.send_signal(signal.SIGTERM)
-        rest = process.communicate(timeout=30)[1]
+        rest = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 0, rest
 
 
+@pytest.mark.wide
 def test_on_loopback_a_link_logs_in_once(outboxq_database: Database) -> None:
     """The link leads to the pages, and a second browser does not get in by it."""
     with running(outboxq_database, "--role", "operator") as (address, link):
@@ -49,6 +50,7 @@ def test_on_loopback_a_link_logs_in_once(outboxq_database: Database) -> None:
         assert httpx.get(address, headers={"host": "evil.test"}, timeout=PATIENCE).status_code == 400
 
 
+@pytest.mark.wide
 def test_a_token_of_the_environment_logs_in(outboxq_database: Database) -> None:
     """Its role is that of --role."""
     token = "a token of some length"
@@ -62,6 +64,7 @@ def test_a_token_of_the_environment_logs_in(outboxq_database: Database) -> None:
         assert "reader" in browser.post("/login", data=given, headers={"origin": address}).text
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:8484", "example.com:8484"])
 def test_an_address_that_others_reach_takes_a_way_to_log_in(listen: str, outboxq_database: Database) -> None:
     """It ends with 2, and says what is missing."""
@@ -101,13 +104,13 @@ def test_without_the_dashboard_nothing_of_it_is_imported() -> None:
         "found = {'starlette', 'jinja2', 'uvicorn', 'anyio', 'outboxq.dashboard'} & set(sys.modules)\n"
         "assert not found, found\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("missing", ["starlette", "jinja2"])
 def test_a_missing_extra_is_named(missing: str) -> None:
     """The command ends with 2 and says what to install."""
     code = f"import sys\nsys.modules[{missing!r}] = None\nfrom outboxq.__main__ import main\nmain(['dashboard'])\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "pip install 'outboxq[dashboard]'" in done.stderr

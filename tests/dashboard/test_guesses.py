@@ -60,6 +60,7 @@ def test_a_part_of_a_reason_is_found_if_it_can_be_seen(limit: str, client: TestC
     )
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("limit", ["1", "2", "50"])
 def test_pages_of_a_search_have_every_row_that_can_be_seen(limit: str, client: TestClient, staged: Engine) -> None:
     """Rows that are left out between them do not end a page, and begin none."""

@@ -69,6 +69,7 @@ _JOINED = ('"><script>' + NAMES[3], NAMES[6] + NAMES[7], NAMES[1] + NAMES[8], NA
 
 
 # A tag with a template; a crawl for each of the others is wide.
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sampled(_JOINED))
 def test_a_hostile_name_is_text_on_every_page(name: str, engine: Engine) -> None:
     """Every list, and every page that a list leads to, has the tags that it is to have, and links of its own alone."""
@@ -96,6 +97,7 @@ def test_a_hostile_name_is_text_on_every_page(name: str, engine: Engine) -> None
     assert len(seen) > 25
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sampled(_JOINED, 2))
 def test_a_hostile_text_is_text_in_what_answers_to_a_form(name: str, engine: Engine) -> None:
     """Each form that is refused shows what was filled in, and each preview says what was asked for."""

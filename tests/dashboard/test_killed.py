@@ -20,6 +20,7 @@ _LINK = re.compile(r"(http://[^/\s]+)/login\?token=(\S+)")
 _TOTAL = 3_000
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("how", sampled([signal.SIGKILL, signal.SIGTERM]), ids=lambda how: how.name)
 def test_a_dashboard_that_ends_leaves_an_audit_that_counts_and_that_is_gone_on_with(
     how: signal.Signals, outboxq_database: Database, engine: Engine
@@ -39,7 +40,7 @@ def test_a_dashboard_that_ends_leaves_an_audit_that_counts_and_that_is_gone_on_w
         until(lambda: _changed(engine, entry) >= 600)
     finally:
         process.send_signal(how)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == (-signal.SIGKILL if how is signal.SIGKILL else 0)
     until(lambda: not _is_connected(engine))
     changed = _changed(engine, entry)

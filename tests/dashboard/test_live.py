@@ -58,6 +58,7 @@ def app(engine: Engine) -> DashboardApp:
     )
 
 
+@pytest.mark.wide
 def test_a_change_is_told_and_the_page_comes_first(app: DashboardApp, engine: Engine) -> None:
     """A browser that comes gets the page as it is, and then what has changed."""
 
@@ -77,6 +78,7 @@ def test_a_change_is_told_and_the_page_comes_first(app: DashboardApp, engine: En
         asyncio.run(run(address))
 
 
+@pytest.mark.wide
 def test_a_server_that_stops_waits_for_the_look_that_is_under_way(app: DashboardApp, engine: Engine) -> None:
     """A thread that went on with a connection would have it when the application closes its engine."""
     event.listen(engine, "before_cursor_execute", lambda *_: time.sleep(0.02))
@@ -151,6 +153,7 @@ def test_a_page_that_is_not_live_has_no_stream(app: DashboardApp) -> None:
         assert httpx.get(f"{address}/nowhere/live/overview", timeout=PATIENCE).status_code == 404
 
 
+@pytest.mark.wide
 def test_a_page_with_parameters_is_followed_too(app: DashboardApp, engine: Engine) -> None:
     """A queue, a kind, a job and a change of many rows: each with its own events, in the parts that it has."""
     with engine.connect() as connection:

@@ -18,6 +18,7 @@ from outboxq.postgres import Database as Server
 from tests.support.dashboard import ORIGIN, as_user, stage_dashboard
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_pages_take_four_connections_at_once(is_async: bool, engine: Engine, outboxq_database: Server) -> None:
     """Of a pool that is the application's, whichever engine it has."""

@@ -111,6 +111,7 @@ def test_another_driver_is_refused() -> None:
 _ENGINE = create_engine("postgresql+psycopg://127.0.0.1:1/shop")
 
 
+@pytest.mark.wide
 def test_tries_to_log_in_hold_up_nothing_else_and_are_few() -> None:
     """The application's own threads stay free; what comes on top is refused, and who is right gets in."""
     login = PasswordLogin([password_line("anna", Role.ADMIN, "correct horse")])
@@ -167,6 +168,7 @@ def test_a_link_is_there_only_without_a_token_and_ends(monkeypatch: pytest.Monke
     assert login.link_token is None
 
 
+@pytest.mark.wide
 def test_a_session_has_the_user_as_the_login_knows_it_today() -> None:
     """With one secret for several processes: one that was removed, or has another password, is out."""
     lines = {
@@ -189,6 +191,7 @@ def test_a_session_has_the_user_as_the_login_knows_it_today() -> None:
     assert seen == {"then": 415, "other password": 401, "other user": 401, "other role": 403}
 
 
+@pytest.mark.wide
 def test_a_line_says_how_it_was_hashed() -> None:
     """Lines of other parameters go on to hold; those that would take too much memory are refused."""
     line = password_line("anna", Role.ADMIN, "correct horse")

@@ -43,6 +43,7 @@ def browser(request: pytest.FixtureRequest, staged: Engine) -> Iterator[TestClie
         yield client
 
 
+@pytest.mark.wide
 def test_a_secret_is_on_no_page(browser: TestClient, staged: Engine) -> None:
     """It stands in arguments, headers, results, errors and notes, at any depth, and in JSON inside of a string."""
     paths = [path_of(screen, staged, "orders") for screen in screens()]
@@ -54,6 +55,7 @@ def test_a_secret_is_on_no_page(browser: TestClient, staged: Engine) -> None:
             assert CANARY not in answer.text, (path, accept)
 
 
+@pytest.mark.wide
 def test_a_secret_is_on_no_form_and_in_no_preview(browser: TestClient) -> None:
     """What a form begins with, what it shows if it is refused, and the rows that a preview shows."""
     token = token_for(browser)
@@ -257,6 +259,7 @@ def test_hiding_takes_a_time_in_proportion_to_what_is_hidden() -> None:
     assert time.process_time() - started < 1
 
 
+@pytest.mark.wide
 @given(
     strategies.recursive(
         strategies.none() | strategies.booleans() | strategies.integers() | strategies.text(),
@@ -283,7 +286,7 @@ def _seconds(text: str) -> float:
     return time.process_time() - started
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("unit", _HOSTILE)
 @pytest.mark.parametrize("start", ["", "["])
 def test_a_text_takes_a_time_in_proportion_to_its_length(start: str, unit: str) -> None:

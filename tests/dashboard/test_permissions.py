@@ -83,6 +83,7 @@ def test_what_cannot_be_taken_back_needs_an_admin() -> None:
     assert grave == {"terminate", "args", "retry-with", "discard", "resolve", "forget"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "role",
     sampled(_ROLES, 2),
@@ -159,6 +160,7 @@ _BREAKS = (
 _POSTS = [route for route in ROUTES if route.method == "POST"]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("make_foreign", _BREAKS, ids=lambda each: each.__name__.strip("_"))
 def test_a_foreign_form_is_refused_and_changes_nothing(make_foreign: Break, staged: Engine) -> None:
     """Each of the three checks alone is enough to refuse a form, for every route that takes one."""
@@ -173,6 +175,7 @@ def test_a_foreign_form_is_refused_and_changes_nothing(make_foreign: Break, stag
         assert checksums(staged) == before
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "role", [None, Role.READER, Role.OPERATOR], ids=lambda role: role.label if role else "stranger"
 )

@@ -46,6 +46,7 @@ def _add_failed(engine: Engine, message: str, args: dict[str, Any]) -> None:
             "now(), 1)"), values)  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("payloads", ["redacted", "hidden"])
 def test_the_error_of_the_next_job_of_a_queue_is_told_without_its_secrets(payloads: str, staged: Engine) -> None:
     """The queue's page says why its next job waits: an error may repeat a value without any word before it."""
@@ -62,6 +63,7 @@ def test_the_error_of_a_job_with_long_arguments_is_not_told(staged: Engine) -> N
     assert _SECRET not in "".join(_texts(staged, "queues/lonely", payloads="redacted"))
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("kept", [4, 9, 13])
 def test_a_secret_that_was_cut_with_its_text_is_hidden(kept: int, staged: Engine) -> None:
     """The beginning of a hidden value at the end of a text that was cut: of a reason, and of a stored error."""

@@ -25,6 +25,7 @@ def staged(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("screen", SCREENS, ids=_IDS)
 def test_a_screen_is_a_page_and_the_same_as_json(screen: Screen, staged: Engine) -> None:
     """With something of everything in the database, nothing is missing, and nothing is inline."""
@@ -39,6 +40,7 @@ def test_a_screen_is_a_page_and_the_same_as_json(screen: Screen, staged: Engine)
     assert "not_known" not in document.json()
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "screen", [each for each in SCREENS if "{" not in each.path], ids=lambda s: s.path or "overview"
 )
@@ -53,6 +55,7 @@ def test_an_empty_database_has_screens_that_say_what_to_do(screen: Screen, engin
         assert 'class="empty"' in page.text
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("step", [0, 8, 10])
 def test_a_screen_of_older_tables_names_what_mends_it(step: int, engine: Engine) -> None:
     """Or shows what there is; none ends in an error of its own."""
@@ -66,6 +69,7 @@ def test_a_screen_of_older_tables_names_what_mends_it(step: int, engine: Engine)
     assert (pages.keys() if step == 0 else {"audit", "done", "relays"}) - named == set()
 
 
+@pytest.mark.wide
 def test_an_async_engine_shows_the_same(staged: Engine, outboxq_database: Database) -> None:
     """Every screen with an async engine of the same database has the same JSON keys."""
     asynchronous = create_async_engine(outboxq_database.url, use_native_hstore=False)
@@ -96,6 +100,7 @@ def test_a_locked_table_leaves_the_page_standing(staged: Engine) -> None:
     assert [each["part"] for each in listed.json()["not_known"]] == ["dead letters", "the groups"]
 
 
+@pytest.mark.wide
 def test_looking_leaves_no_mark_in_any_row(staged: Engine) -> None:
     """No page locks a row: a lock that is rolled back would make a job a suspect."""
     app = create_app({"orders": staged}, auth=as_user(Role.ADMIN))
@@ -173,6 +178,7 @@ def test_a_login_takes_a_short_form(staged: Engine) -> None:
         assert client.post("/login", data=form, headers={"origin": ORIGIN}).status_code == 413
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("path", "says"),
     [

@@ -46,7 +46,7 @@ def _ids(engine: Engine, of: str) -> list[UUID]:
         return list(connection.execute(text(f"SELECT id FROM outboxq.{of} ORDER BY id")).scalars())
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("page", ["jobs", "dead"])
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.label)
 def test_rows_are_selected_by_a_role_that_may_act(role: Role, page: str, staged: Engine) -> None:
@@ -59,6 +59,7 @@ def test_rows_are_selected_by_a_role_that_may_act(role: Role, page: str, staged:
     assert ("Discard selected" in shown) == (role is Role.ADMIN and page == "dead")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("what", "of", "fields", "words"),
     [
@@ -112,6 +113,7 @@ def test_a_whole_page_can_be_selected(staged: Engine) -> None:
         assert (many.status_code, "200" in many.json()["error"]) == (400, True)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("ids", "asked", "said"),
     [

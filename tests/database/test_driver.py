@@ -57,6 +57,7 @@ def test_a_long_script_is_sent_to_a_server_that_waits_to_be_read(
     assert run_on_libpq(connection.pgconn, LONG_SCRIPT) == [(str(LONG),)]
 
 
+@pytest.mark.wide
 def test_a_long_answer_may_take_its_time(connection: psycopg.Connection) -> None:
     """Longer than a connection may be silent, if it comes in pieces."""
     # More than the server keeps back.

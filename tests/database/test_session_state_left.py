@@ -290,6 +290,7 @@ def other_role(engine: Engine) -> Iterator[None]:
         connection.execute(text(f"DROP ROLE {OTHER_ROLE}"))
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("other_role")
 @diagonal(
     BOTH_FLAVOURS,
@@ -429,6 +430,7 @@ def test_what_handlers_send_day_by_day_costs_no_connection(
     assert changed == []
 
 
+@pytest.mark.first_and_last
 @diagonal(
     BOTH_CLAIMS,
     pytest.mark.parametrize(
@@ -622,6 +624,7 @@ def test_a_task_left_behind_cannot_use_its_connection_in_a_later_job(
     assert errors == ["ResourceClosedError"]
 
 
+@pytest.mark.wide
 def test_the_values_of_a_statement_are_not_read(
     outboxq_database: Database, sessions: sessionmaker[OutboxSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_literals_names_and_comments_are_no_code(sql: str, code: str) -> None:
 OPEN = {"quotes": "'", "escapes": "E'\\", "dollars": "$", "names": "a$", "words": "word ", "tags": "$a", "double": '"'}
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("unit", {**HOSTILE, **OPEN}.values(), ids={**HOSTILE, **OPEN})
 def test_literals_are_found_in_linear_time(unit: str) -> None:
     """Also if none of them is closed."""
@@ -110,7 +111,7 @@ def test_tags_that_are_never_closed_are_found_in_linear_time() -> None:
     assert growth(without_literals, build, 300) < LINEAR
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("end", ["", "SELECT 1", "INSERT"])
 def test_a_text_is_read_in_linear_time(unit: str, end: str) -> None:

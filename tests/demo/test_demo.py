@@ -68,6 +68,7 @@ def test_the_demo_kills_a_relay_at_work_and_finds_nothing_lost_or_doubled() -> N
     assert {"relay 1", "relay 2"} <= set(shown["effects_by_relay"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("statement", "figure"), [(DOUBLE, "doubled"), (LOSE, "lost")])
 def test_a_doubled_or_lost_effect_makes_the_demo_fail(statement: str, figure: str) -> None:
     """The proof can fail: a changed ledger is found, shown, and ends with exit code 1."""
@@ -86,6 +87,7 @@ def _command_of(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.wide
 def test_ctrl_c_ends_the_demo_and_every_process_that_it_started() -> None:
     """After SIGINT the exit code is 130, and neither a process nor the server's directory is left."""
     program = "import sys; from outboxq.demo.story import run_demo; sys.exit(run_demo(jobs=5000))"

@@ -112,6 +112,7 @@ def test_a_producer_that_lacks_a_column_learns_which(outboxq_database: Database,
     assert named(url, "grant-missing", "--for", "producer") == []
 
 
+@pytest.mark.wide
 def test_a_producer_that_may_write_every_column_is_named(outboxq_database: Database, role: AnotherRole) -> None:
     """One from before, and PUBLIC; not a role that may delete jobs too, and not one of `outboxq roles`."""
     name, _ = role
@@ -152,6 +153,7 @@ def test_transactions_of_others_that_are_hidden_are_told(outboxq_database: Datab
         assert only(url, "jobs-held-by-session", "--older-than", 0)["detail"]["pid"] == pid
 
 
+@pytest.mark.wide
 def test_row_security_without_a_policy_is_a_problem(outboxq_database: Database, role: AnotherRole) -> None:
     """A role that row level security lets see nothing learns which commands lack a policy; others are warned."""
     name, url = role
@@ -178,6 +180,7 @@ def test_a_policy_for_another_role_does_not_count(outboxq_database: Database, ro
     assert only(url, "row-security-without-policy")["severity"] == "problem"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("name", "short", "enough", "code"),
     [
@@ -220,6 +223,7 @@ def test_a_short_time_out_of_a_relays_role_is_told(outboxq_database: Database, r
 SEARCH_PATH_CODES = {"search-path-open", "search-path-hides-pg-catalog"}
 
 
+@pytest.mark.wide
 def test_a_schema_of_the_search_path_that_is_open_to_others_is_told(
     outboxq_database: Database, role: AnotherRole
 ) -> None:
@@ -354,6 +358,7 @@ def test_a_connection_that_is_lost_ends_the_round(outboxq_database: Database) ->
     assert (found.code, found.severity) == ("connection-lost", "problem")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -1,11 +1,14 @@
 """The doctor looks at cancellations that no relay answers."""
 
+import pytest
+
 from outboxq.postgres import Database
 from tests.support.doctor import execute, named, only, open_session
 
 OLD = "UPDATE outboxq.cancel_request SET requested_at = requested_at - interval '2 minutes'"
 
 
+@pytest.mark.wide
 def test_a_cancellation_that_no_relay_answers_is_named(outboxq_database: Database) -> None:
     """A minute after it was asked for, while the job runs on; not for a job that waits, or is gone."""
     url = outboxq_database.url

@@ -14,6 +14,7 @@ from tests.support.doctor import examine, execute, named, only
 RULE = "CREATE RULE away AS ON {} TO outboxq.job DO INSTEAD NOTHING"
 
 
+@pytest.mark.wide
 def test_commits_in_one_phase_are_named(outboxq_database: Database) -> None:
     """A warning while nothing is distributed, a problem from then on, and neither once the guard is there."""
     url = outboxq_database.url

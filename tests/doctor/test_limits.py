@@ -108,6 +108,7 @@ def test_jobs_that_wait_long_for_a_rate_are_named(outboxq_database: Database, en
     assert named(url, "queue-throttled") == []
 
 
+@pytest.mark.wide
 def test_limits_that_an_application_declares_count_if_no_operator_has_set_others(
     outboxq_database: Database, engine: Engine
 ) -> None:
@@ -122,6 +123,7 @@ def test_limits_that_an_application_declares_count_if_no_operator_has_set_others
     assert only(url, "queue-throttled", APP)["detail"]["burst"] == 1
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("lock", "whose"),
     [

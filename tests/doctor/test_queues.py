@@ -31,6 +31,7 @@ def relay(
     return RELAY.format(**values, running=running)
 
 
+@pytest.mark.wide
 def test_a_late_queue_that_no_living_relay_serves_is_a_problem(outboxq_database: Database) -> None:
     """With what is served, and the relay that served it last; once one serves it, it is late only."""
     url = outboxq_database.url

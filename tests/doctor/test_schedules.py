@@ -1,5 +1,7 @@
 """The doctor looks at schedules: late, unhandled, no longer declared, paused for long, and dying ones."""
 
+import pytest
+
 from outboxq.postgres import Database
 from tests.support.doctor import execute, named, only
 
@@ -73,6 +75,7 @@ def test_schedules_that_are_paused_for_long_are_named(outboxq_database: Database
     assert "outboxq schedules resume forgotten" in found["advice"]
 
 
+@pytest.mark.wide
 def test_schedules_that_the_registry_does_not_know_are_named(outboxq_database: Database) -> None:
     """Of a kind that it has no handler for, in a queue of its own; and what its code declared once."""
     url = outboxq_database.url

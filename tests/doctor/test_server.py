@@ -94,6 +94,7 @@ def changed(url: str, name: str, setting: str) -> Iterator[None]:
         wait_until(lambda: value(url, f"SHOW {name}") != setting, "the setting to be gone")
 
 
+@pytest.mark.wide
 def test_a_healthy_database_has_no_findings(database: Database) -> None:
     """Nothing is found where nothing is wrong, with jobs waiting and a registry to compare, and the exit code is 0."""
     execute(database.url, "SELECT outboxq.add_job('record', '{}', 'ledger')")
@@ -102,6 +103,7 @@ def test_a_healthy_database_has_no_findings(database: Database) -> None:
     assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "Nothing found: all is well.\n", "")
 
 
+@pytest.mark.wide
 def test_a_schema_of_another_name_is_healthy_too(server: Server) -> None:
     """Every statement goes to the schema that was named, whatever characters it has, and so does the advice."""
     with server.create_database() as database:
@@ -113,6 +115,7 @@ def test_a_schema_of_another_name_is_healthy_too(server: Server) -> None:
         assert examine(database.url, "--schema", "Odd:name") == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["physical", "logical"])
 def test_a_slot_that_nobody_reads_is_named(database: Database, kind: str) -> None:
     """An inactive slot is named with what it retains and pins."""
@@ -126,6 +129,7 @@ def test_a_slot_that_nobody_reads_is_named(database: Database, kind: str) -> Non
     assert named(database.url, "slot-inactive", "--older-than", 0) == []
 
 
+@pytest.mark.wide
 def test_a_slot_that_pins_a_snapshot_is_named(database: Database) -> None:
     """An active slot whose standby needs an old snapshot is named once enough transactions have passed."""
     url = database.url
@@ -137,6 +141,7 @@ def test_a_slot_that_pins_a_snapshot_is_named(database: Database) -> None:
     assert found["detail"]["xmin_age"] >= 5
 
 
+@pytest.mark.wide
 def test_a_standby_that_pins_a_snapshot_is_named(database: Database) -> None:
     """hot_standby_feedback without a slot is named by the standby's name and its walsender's pid."""
     url = database.url
@@ -148,6 +153,7 @@ def test_a_standby_that_pins_a_snapshot_is_named(database: Database) -> None:
     assert found["detail"]["application_name"] == "far_away"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("name", "code"),
     [("fsync", "fsync-off"), ("full_page_writes", "full-page-writes-off"), ("autovacuum", "autovacuum-off")],

@@ -69,6 +69,7 @@ def test_an_insert_that_is_not_committed_is_named(outboxq_database: Database) ->
     assert found["detail"]["jobs"] is None
 
 
+@pytest.mark.wide
 def test_a_locked_table_is_named_and_not_waited_for(outboxq_database: Database) -> None:
     """Behind ACCESS EXCLUSIVE on job, the holder is named, and the looks at jobs are given up."""
     url = outboxq_database.url

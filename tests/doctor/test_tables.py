@@ -63,6 +63,7 @@ def test_tables_of_a_newer_step_are_only_told(outboxq_database: Database) -> Non
     assert named(outboxq_database.url, "index-missing") == []
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("table", ["dead_job", "inbox", "effect", "deployment"])
 def test_a_missing_table_is_named(outboxq_database: Database, table: str) -> None:
     """A table that somebody dropped is named, although the marker stands."""
@@ -70,6 +71,7 @@ def test_a_missing_table_is_named(outboxq_database: Database, table: str) -> Non
     assert only(outboxq_database.url, "table-missing")["detail"]["table"] == table
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "name",
     [
@@ -83,6 +85,7 @@ def test_a_missing_index_is_named(outboxq_database: Database, name: str) -> None
     assert only(outboxq_database.url, "index-missing")["detail"]["index"] == name
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("table", ["job", "inbox", "effect", "deployment"])
 def test_a_missing_primary_key_is_named(outboxq_database: Database, table: str) -> None:
     """Without its primary key a table lets the same job, message or effect in twice."""
@@ -112,6 +115,7 @@ def test_an_invalid_index_is_a_problem_where_no_other_serves(outboxq_database: D
     assert only(url, "index-invalid")["severity"] == "warning"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("change", "meaning"),
     [
@@ -199,6 +203,7 @@ def test_lost_autovacuum_settings_are_named(outboxq_database: Database) -> None:
     assert not named(outboxq_database.url, "autovacuum-settings-lost")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("table", "setting", "severity"),
     [
@@ -226,6 +231,7 @@ def test_another_spelling_of_our_settings_is_no_change(outboxq_database: Databas
     assert not named(outboxq_database.url, "autovacuum-settings-changed")
 
 
+@pytest.mark.wide
 def test_an_index_of_nothing_is_named(outboxq_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs space and vacuum's time, and no claim: good to know, until it is built again as the advice says."""
     monkeypatch.setattr("outboxq.doctor.vacuum.MIN_BYTES", 256 * 1024)

@@ -41,6 +41,7 @@ def test_kinds_that_the_registry_does_not_know_are_named(outboxq_database: Datab
     assert named(url, "kind-unknown-to-registry") == []
 
 
+@pytest.mark.wide
 def test_a_queue_that_two_services_share_is_named(outboxq_database: Database) -> None:
     """A job that the registry knows, put off by a relay of another one, shows that both claim from its queue."""
     url = outboxq_database.url

@@ -61,6 +61,7 @@ class Odd:
         raise self.error
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("error", [AttributeError(SECRET), ValueError(SECRET), TypeError(SECRET), RuntimeError(SECRET)])
 def test_a_result_whose_serializer_raises_is_done_and_not_quoted(once, engine: Engine, error: Exception) -> None:
     """Whatever it raises: it was called, which is recorded without a word of that error."""

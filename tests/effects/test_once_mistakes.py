@@ -66,6 +66,7 @@ def test_an_error_of_a_call_is_stored_with_its_line(once, engine: Engine) -> Non
     assert SECRET not in error
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("messages", ["redacted", "withheld"])
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 def test_a_handler_s_error_of_a_call_is_stored_with_its_redacted_text(

@@ -62,6 +62,7 @@ def refuse_results(engine: Engine) -> None:
         connection.execute(text("ALTER TABLE outboxq.effect ADD CHECK (result::text <> '\"refused\"')"))
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("result", "sqlstate"),
     [
@@ -81,6 +82,7 @@ def test_a_result_that_the_database_refuses_is_done_and_not_kept(
     assert row(engine, "1") | {"status": "done", "result": None} == row(engine, "1")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("written", [b'"\xff"', b"1e400000", b"{", b'"\\ud800"'], ids=repr)
 def test_a_result_that_is_no_json_is_done_and_not_kept(once, engine: Engine, written: bytes) -> None:
     """What a serializer wrote may be any bytes."""
@@ -202,6 +204,7 @@ def renamed(name: str) -> type[Exception]:
     return error
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -105,6 +105,7 @@ def test_a_context_variable_is_the_job_s_own(
     assert effects(engine) == [f"{name} saw none, flushed for {name}" for name in "acd"]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @BATCH_SIZES
 def test_a_context_variable_of_a_coroutine_is_the_job_s_own(

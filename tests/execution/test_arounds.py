@@ -126,6 +126,7 @@ def names_of(ctx: Any) -> list[str]:
     return [job.args[job.args.index("job ") :].split('"')[0] for job in ctx.jobs]
 
 
+@pytest.mark.first_and_last
 @every_way
 def test_arounds_wrap_the_loading_and_the_call_the_first_one_outermost(
     way: Way, engine: Engine, run: Callable[..., list[Event]]
@@ -174,6 +175,7 @@ OUTCOMES: dict[str, tuple[object, type[Event]]] = {
 }
 
 
+@pytest.mark.first_and_last
 @every_way
 def test_an_outcome_takes_the_place_of_the_call(
     way: Way, engine: Engine, sessions: sessionmaker[OutboxSession], run: Callable[..., list[Event]]
@@ -272,6 +274,7 @@ def test_an_error_fails_the_attempt_whatever_the_arounds_answer(
     assert balances(engine) == {}
 
 
+@pytest.mark.first_and_last
 @every_way
 def test_arounds_see_how_the_handler_ended(way: Way, run: Callable[..., list[Event]]) -> None:
     """The error that it raised, with its own type; None also if it returned another outcome than done."""
@@ -363,6 +366,7 @@ def test_async_arounds_wrap_async_handlers(engine: Engine, run: Callable[..., li
     assert balances(engine)[1] == 1
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("made", [True, Done, "word"], ids=repr)
 def test_anything_else_that_an_around_returns_is_an_error_that_names_it(
@@ -395,6 +399,7 @@ def test_an_async_context_manager_around_a_sync_handler_is_an_error(run: Callabl
     assert 'register it with @jobs.around(flavour="async")' in died.message
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("where", ["enter", "exit"])
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 def test_the_time_out_covers_the_arounds(
@@ -499,6 +504,7 @@ def test_arounds_that_send_nothing_leave_jobs_to_share_their_batch(
     assert set(balances(engine).values()) == {1}
 
 
+@pytest.mark.first_and_last
 @every_way
 def test_rows_are_loaded_after_what_the_arounds_sent(way: Way, engine: Engine, run: Callable[..., list[Event]]) -> None:
     """A row that an around has changed comes as it is now, and one that it has loaded is the handler's."""

@@ -137,7 +137,7 @@ def cents(engine: Engine) -> dict[int, int]:
         return {purse.id: purse.cents for purse in session.query(Purse).order_by(Purse.id)}
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("way", ["alone", "savepoints", "shared", "batch", "lease"])
 def test_rows_are_loaded_and_locked_under_their_tenant(

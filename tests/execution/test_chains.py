@@ -86,6 +86,7 @@ def left(engine: Engine) -> int:
         return int(connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one())
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("kind", [alone, leased, leased_idle, shared, lines], ids=lambda kind: kind.kind)
 def test_each_job_of_a_chain_runs_once_behind_the_one_before_it(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, kind: object
@@ -106,6 +107,7 @@ def test_each_job_of_a_chain_runs_once_behind_the_one_before_it(
             assert [name for name in found if name.startswith(f"{number} ")] == [f"{number} {step}" for step in "abc"]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("outcome", ["done", "retry", "discard", "dead"])
 def test_only_a_job_that_is_done_is_followed(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, outcome: str
@@ -133,6 +135,7 @@ def test_a_chain_keeps_the_options_of_each_of_its_jobs(
     assert tuple(row) == ("chain-leased", "leased", 7, "scheduled", "x", "leased\x1fk")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("kind", [alone, leased, leased_idle, shared, lines], ids=lambda kind: kind.kind)
 def test_a_last_job_whose_key_is_taken_is_told(
     engine: Engine,
@@ -253,6 +256,7 @@ BROKEN = {
 KINDS = ("alone", "leased", "leased_idle", "shared", "lines")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [1, 50])
 def test_a_chain_that_cannot_go_on_fails_its_job_before_the_handler_runs(

@@ -157,7 +157,7 @@ def test_a_claim_with_stale_statistics_takes_at_most_its_limit(connection: Conne
         transaction.rollback()
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_claim_costs_the_same_with_a_million_waiting_and_a_million_scheduled(connection: Connection) -> None:
     """No Sort, no sequential scan, at most 100 buffers for 10 jobs, ready and due alike."""
     with connection.begin():

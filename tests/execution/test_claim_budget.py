@@ -54,6 +54,7 @@ def kilobytes(args: str) -> int:
     return len(args.encode()) // 1024 + 1
 
 
+@pytest.mark.first_and_last
 @SORTS
 @PREPARED
 def test_a_claim_ends_at_the_job_that_reaches_the_budget(

@@ -51,6 +51,7 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
     assert dead_reasons(engine) == []
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize(
         ("how", "error"),
@@ -92,6 +93,7 @@ def test_a_handler_that_breaks_its_transaction_fails_and_leaves_nothing(
     assert reason.endswith(error)
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize(
         "how",
@@ -277,6 +279,7 @@ def test_an_argument_that_looks_like_a_time_and_is_none_can_be_recorded(
     assert dead_reasons(engine) == [("fail", "gave up after 3 of 3 attempts: ValueError")]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("how", ["close", "invalidate", "driver-close"])
 def test_a_handler_that_closes_its_connection_time_after_time_is_buried(
     how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain

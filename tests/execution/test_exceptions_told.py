@@ -50,6 +50,7 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.first_and_last
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("flavour", ["sync", "async", "deadlock", "frozen"])
 def test_what_a_failed_handler_held_goes_with_its_hooks(

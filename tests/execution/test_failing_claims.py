@@ -78,6 +78,7 @@ def test_suspects_that_cannot_be_claimed_keep_no_other_job_waiting(
         wait_until(lambda: len(running.of(JobDone)) == 3, "the suspect")
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("timeout_seconds", [None, 30.0])
 def test_claims_are_not_under_the_time_out_of_the_role(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, timeout_seconds: float | None

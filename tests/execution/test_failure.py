@@ -253,6 +253,7 @@ def _of_one_value(count: int) -> tuple[str, str]:
     return "10 " * count, json.dumps({f"n{number}": "10" for number in range(count)})
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("build", [_quoting_all, _of_short_ones, _of_repeated_letters, _of_one_value])
 def test_an_error_is_redacted_in_linear_time(build: Callable[[int], tuple[str, str]]) -> None:
     """It happens in the claim's transaction: 90 kB of arguments, all of them quoted, took 4.6 s."""

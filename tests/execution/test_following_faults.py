@@ -96,6 +96,7 @@ def test_statements_with_changing_comments_are_known_by_what_they_are(
     assert ledger(engine) == Counter(["job 0", "job 1"])
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("count", "batch_size"), [(1, 1), (1, 5), (2, 2)])
 def test_rows_of_a_failed_attempt_that_went_around_its_session_are_undone(
     count: int, batch_size: int, sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine

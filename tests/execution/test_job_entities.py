@@ -114,6 +114,7 @@ def read(ctx: Any, book: Any) -> None:
 DONE = ["JobDone"] * LAST
 
 
+@pytest.mark.first_and_last
 @ALL_WAYS
 def test_a_handler_that_changes_what_it_is_given_needs_no_session(way: str, engine: Engine) -> None:
     """Its changes are read off the entities."""
@@ -183,6 +184,7 @@ REACHES: dict[str, Callable[[Any, Any], None]] = {
 _WAITING = {"by_query", "by_relationship", "by_refresh", "by_name"}
 
 
+@pytest.mark.first_and_last
 @diagonal(pytest.mark.parametrize("name", REACHES), ALL_WAYS)
 def test_a_session_that_is_reached_is_open(name: str, way: str, engine: Engine) -> None:
     """It is begun and has the entity, with its change."""
@@ -259,6 +261,7 @@ def test_a_failed_handler_leaves_no_change(way: str, engine: Engine) -> None:
     assert rows(engine, "SELECT id, pages FROM book WHERE pages = 0") == [(LAST, 0)]
 
 
+@pytest.mark.first_and_last
 @TWO_WAYS
 @pytest.mark.parametrize(
     "does", [make_transient, lambda book: object_session(book).close(), lambda book: object_session(book).expunge(book)]
@@ -283,6 +286,7 @@ SESSION_EVENTS = [
 ]
 
 
+@pytest.mark.first_and_last
 @diagonal(
     TWO_WAYS,
     pytest.mark.parametrize("when", ["before", "while it runs"]),

@@ -51,6 +51,7 @@ def list_done(engine: Engine) -> list[object]:
     return [job_id for (job_id,) in rows(engine, "SELECT id FROM outboxq.done_job")]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 10])
 def test_each_way_a_job_ends_leaves_its_row(
@@ -451,6 +452,7 @@ def _raising_late(engine: Engine) -> None:
         connection.execute(text(f"{_RAISE}; {trigger}"))
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("refuse", [_revoked, _refusing, _raising, _raising_late])

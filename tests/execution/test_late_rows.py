@@ -103,6 +103,7 @@ def of(events: list[Event], kind: type[Event]) -> int:
 DUE = "UPDATE outboxq.job SET run_at = clock_timestamp()"
 
 
+@pytest.mark.first_and_last
 @EACH
 def test_a_young_job_waits_for_its_rows(outboxq_database: Database, engine: Engine, drain: Drain, kind: Any) -> None:
     """It is put off, and no attempt is counted: the only one is for the time when the row is there."""
@@ -118,6 +119,7 @@ def test_a_young_job_waits_for_its_rows(outboxq_database: Database, engine: Engi
     assert given == [MISSING]
 
 
+@pytest.mark.first_and_last
 @EACH
 def test_after_ninety_seconds_a_row_is_gone(
     outboxq_database: Database, engine: Engine, drain: Drain, kind: Any
@@ -141,6 +143,7 @@ def test_a_job_of_a_time_to_come_does_not_wait_for_it(outboxq_database: Database
     assert given == [1, None]
 
 
+@pytest.mark.first_and_last
 @EACH
 def test_without_citus_no_job_waits(engine: Engine, drain: Drain, kind: Any) -> None:
     """There a job and the rows of its producer are seen at once."""

@@ -71,7 +71,7 @@ def locked_jobs(sort: str) -> tuple[Jobs, object]:
 SORTS = pytest.mark.parametrize("sort", ["shared", "async", "batch handler", "savepoints", "lease"])
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @SORTS
 @pytest.mark.parametrize("batch_size", [1, 20])
 def test_no_update_of_two_relays_is_lost(
@@ -155,6 +155,7 @@ def test_what_came_of_a_wait_is_what_the_handler_is_given(
     assert seen == [7, None]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("annotation", [Account, Locked[Account]])
 def test_a_row_that_two_arguments_name_is_missed_if_one_of_them_needs_it(

@@ -223,6 +223,7 @@ SURROUNDINGS: dict[str, Callable[[Engine], Engine]] = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_where_somebody_listens_sqlalchemy_reads_and_writes(name: str, engine: Engine) -> None:
     """The result is the same."""

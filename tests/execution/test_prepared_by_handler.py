@@ -90,7 +90,7 @@ def prepare(ctx: Context | _OneOf, how: str, role: str | None = None) -> None:
         ctx.session.add(Effect(name=how))
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -205,6 +205,7 @@ def humble(outboxq_database: Database, engine: Engine) -> Iterator[Humble]:
         connection.execute(text(f"DROP ROLE {login}, {other}"))
 
 
+@pytest.mark.first_and_last
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

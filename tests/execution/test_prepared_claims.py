@@ -99,6 +99,7 @@ def drain(target: str | Engine, jobs: Jobs, batch_size: int) -> None:
     with_limits(Relay(target, jobs, config), FOLLOW_ON).drain()
 
 
+@pytest.mark.large
 def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large_one(engine: Engine) -> None:
     """For exactly the jobs that it takes, and not compiled. With the planner as the server has it, this plan would read
     everything."""
@@ -318,6 +319,7 @@ def prepared_here(connection: Connection) -> int:
     return int(connection.execute(counted).scalar_one())
 
 
+@pytest.mark.large
 def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:

@@ -157,7 +157,7 @@ def dead_letters(engine: Engine) -> list[tuple[str, int, str]]:
         return [tuple(row) for row in rows]
 
 
-@pytest.mark.each_value
+@pytest.mark.large
 @pytest.mark.parametrize("batch_size", [1, 20])
 @pytest.mark.parametrize("how", ["transaction", "lease", "shared", "group"])
 @pytest.mark.parametrize("flavour", ["sync", "async"])
@@ -246,7 +246,7 @@ def test_a_signal_still_stops_a_relay_whose_handlers_raised_a_keyboard_interrupt
     assert dead_letters(engine) == [("poison", 3, "gave up after 3 of 3 attempts: KeyboardInterrupt")]
 
 
-@pytest.mark.each_value
+@pytest.mark.large
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 def test_a_job_that_ends_its_slot_by_an_error_is_dead_after_its_crashes(

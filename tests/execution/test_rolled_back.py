@@ -43,6 +43,7 @@ class Named:
     name: str
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("way", WAYS),
     pytest.mark.parametrize("setting", [*SETTINGS, "batch"]),

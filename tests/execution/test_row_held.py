@@ -31,6 +31,7 @@ def row_held(engine: Engine, name: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("end", ["return", "snooze", "discard"])
 def test_a_job_whose_row_is_held_past_its_deadlines_is_not_charged(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, end: str
@@ -68,6 +69,7 @@ def test_a_job_whose_row_is_held_past_its_deadlines_is_not_charged(
     assert len(running.of(JobDone)) == 2
 
 
+@pytest.mark.large
 def test_a_job_whose_row_is_held_time_after_time_is_never_buried(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:

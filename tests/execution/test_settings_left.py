@@ -55,6 +55,7 @@ CLAIMS = pytest.mark.parametrize("claim", ["transaction", "lease"])
 FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
 
 
+@pytest.mark.first_and_last
 @diagonal(LEFT, CLAIMS, FLAVOURS)
 def test_a_job_is_done_whatever_its_handler_has_set(
     left: str, claim: ClaimMode, flavour: str, role: str, engine: Engine, drain: Drain

@@ -206,6 +206,7 @@ def decided(result: Result, job: Job, runtime: Runtime) -> Settlement:
     return found
 
 
+@pytest.mark.large
 def test_each_outcome_of_each_sort_of_job_leaves_what_it_leaves_by_itself(connection: Connection) -> None:
     """The same rows but for ids, tokens and clocks, and the same events; all of them in one string."""
     with connection.begin() as whole:

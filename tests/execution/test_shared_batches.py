@@ -81,6 +81,7 @@ def test_fifty_jobs_with_an_entity_each_are_loaded_locked_and_written_by_one_sta
     assert balances(engine) == dict.fromkeys(range(1, 51), 5)
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("misdeed", MISDEEDS),
     FLAVOURS,
@@ -107,6 +108,7 @@ def test_whatever_one_handler_does_to_the_session_costs_no_other_its_rows(
     assert len(dead_reasons(engine)) == 10 - len(done)
 
 
+@pytest.mark.first_and_last
 @diagonal(pytest.mark.parametrize("seed", range(4)), FLAVOURS)
 def test_any_mixture_of_handlers_does_each_job_exactly_once(
     seed: int, handler, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
@@ -147,6 +149,7 @@ def _misdeed_of(several: list[dict[str, object]], name: str) -> object:
     return next(given for given in several if given["name"] == name)["misdeed"]
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("first", CREDITS),
     FLAVOURS,
@@ -458,6 +461,7 @@ def test_a_thread_of_a_handlers_own_uses_its_session_as_alone(
     assert balances(engine) == {1: 1, 2: 1}
 
 
+@pytest.mark.large
 def test_a_hanging_handler_is_cut_off_and_charged_alone(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:

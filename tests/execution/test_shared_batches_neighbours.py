@@ -47,6 +47,7 @@ def balance(engine: Engine, number: int) -> int | None:
         return session.scalar(select(Account.balance).where(Account.id == number))
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("claim", "batchable"), [("transaction", True), ("transaction", False), ("lease", False)])
 @pytest.mark.parametrize("is_opened", [True, False])
 def test_a_task_that_is_left_behind_has_no_session(
@@ -310,6 +311,7 @@ def test_an_error_behind_the_release_of_a_savepoint_doubles_nothing(
     assert ledger(engine) == Counter("abcd")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("sort", ["batchable", "batch handler"])
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_deferred_constraint_costs_its_own_job_alone(

@@ -265,6 +265,7 @@ def test_what_is_known_of_tables_is_not_of_another_search_path(
     assert rows(engine, "SELECT total FROM branch WHERE id = 1") == [(5_101 if batch_size == 1 else 101,)]
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("call", ["set_config", "SET_CONFIG", '"set_config"', "pg_catalog.Set_Config"]),
     pytest.mark.parametrize("batchable", [False, True]),
@@ -514,6 +515,7 @@ def test_a_key_that_was_set_behind_sqlalchemys_back_is_where_a_flush_writes(
     assert changed(engine) == [11, 12, 13]
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize(
         "code",

@@ -61,6 +61,7 @@ def test_a_statement_of_a_handlers_own_is_one_round_trip(
     assert balances(engine) == dict.fromkeys(range(1, 31), 1)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
@@ -135,6 +136,7 @@ def test_a_commit_on_the_drivers_connection_behind_a_result_costs_the_others_not
     assert dead(engine) == [("bad", COMMITTED_BY_HANDLER)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("names", [("a", "b", "bad"), ("a", "bad", "c", "d")])
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_transaction_that_was_ended_unseen_makes_no_job_done(
@@ -164,6 +166,7 @@ def test_a_transaction_that_was_ended_unseen_makes_no_job_done(
     assert ledger(engine) == Counter([*names[: names.index("bad") + 1], *["other"] * others])
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("way", ["cursor", "context", "server-side"])
 def test_a_commit_by_way_of_a_cursor_is_its_own_jobs(
     way: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty

@@ -135,6 +135,7 @@ def expected(name: str) -> dict[int, int]:
     return dict.fromkeys(NUMBERS, 5) | ({} if name == "added-cte" else was)
 
 
+@pytest.mark.first_and_last
 @diagonal(pytest.mark.parametrize("name", STATEMENTS), pytest.mark.parametrize("flavour", ["sync", "async"]))
 def test_every_statement_is_sent_and_leaves_the_batch_shared(
     name: str, flavour: str, runs: Counter[int], engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
@@ -146,6 +147,7 @@ def test_every_statement_is_sent_and_leaves_the_batch_shared(
     assert runs == dict.fromkeys(NUMBERS, 1)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("form", DRIVEN)
 def test_what_the_driver_takes_beside_texts_is_sent(
@@ -161,6 +163,7 @@ def test_what_the_driver_takes_beside_texts_is_sent(
     assert runs == dict.fromkeys(NUMBERS, 1)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", ["upsert", "upsert-where", "from-select", "several-values", "added-cte"])
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 def test_every_statement_can_be_deferred(
@@ -255,6 +258,7 @@ PLANTED: dict[str, tuple[object, str, Callable[[Any, Session, int], None]]] = {
 }
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("name", PLANTED),
     pytest.mark.parametrize("flavour", ["sync", "async"]),

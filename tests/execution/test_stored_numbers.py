@@ -123,7 +123,7 @@ def test_a_failing_job_with_any_number_is_given_up(
         assert sorted(connection.execute(text(dead)).scalars()) == sorted(extremes)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
 def test_a_job_of_an_unknown_kind_with_any_number_is_parked(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, extremes: tuple[str, ...], state: str

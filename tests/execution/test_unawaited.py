@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[AsyncContext], Awaitable[object]]] = {
 }
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_was_not_awaited_fails_the_attempt(

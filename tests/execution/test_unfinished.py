@@ -109,6 +109,7 @@ def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
     return jobs, lambda name: write_async.job(name=name)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.timeout(60)
 @diagonal(
     pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def one(act: Act, **options: Any) -> tuple[Jobs, Any]:
     return jobs, handle
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("claim", "act"),
     [
@@ -180,6 +180,7 @@ def shared(**options: Any) -> tuple[Jobs, Any]:
     return one(raises, batchable=True, **options)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("make", [asynchronous, in_batches(raises), in_batches(gives_up), shared])
 def test_other_sorts_of_handlers_withhold_too(make: Callable[..., tuple[Jobs, Any]], told: Callable[..., str]) -> None:
     """Coroutines, batch handlers and shared batches are no way around it."""

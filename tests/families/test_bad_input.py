@@ -274,6 +274,7 @@ def test_a_batch_whose_session_is_closed_takes_no_members(engine: Engine, sessio
     assert rows(engine, "SELECT count(*) FROM outboxq.job") == [(0,)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -329,6 +330,7 @@ _STARTS = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("command", "case"), [*(("relay", case) for case in _STARTS), ("doctor", "cron")])
 def test_a_registry_that_says_what_cannot_be_does_not_start(
     outboxq_database: Database, tmp_path: Path, command: str, case: str

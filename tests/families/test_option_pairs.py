@@ -105,6 +105,7 @@ def test_a_pair_is_refused_with_the_reason_of_the_page(
     assert waiting(engine) == 0
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", sampled(["transaction", "lease"]))
 @pytest.mark.parametrize("pair", [pair for pair in ROWS if pair not in REFUSED], ids="+".join)
 def test_a_pair_runs_as_the_page_says(

@@ -158,6 +158,7 @@ def test_a_job_that_was_cancelled_stays_so_if_its_batch_is_rolled_back(
     assert ran == []
 
 
+@pytest.mark.large
 def test_a_unique_key_that_a_producer_holds_keeps_no_other_schedule_from_firing(
     sessions: sessionmaker[OutboxSession], engine: Engine, start_relay: StartRelay
 ) -> None:

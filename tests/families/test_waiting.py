@@ -6,7 +6,7 @@ from outboxq.postgres import Database
 from tests.families.waiting import MODES, SORTS, slowest_add
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sort", SORTS)
 def test_adds_of_a_key_wait_for_no_handler_of_it(outboxq_database: Database, sort: str, mode: str) -> None:

@@ -63,6 +63,7 @@ def kill_a_backend(server: Server, engine: Engine) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("trouble", [stop_and_start, crash_and_start, kill_a_backend])
 def test_a_server_that_goes_and_comes_back_costs_no_job_and_doubles_none(
     server: Server, start_relay: StartRelay, trouble: Callable[[Server, Engine], None]

@@ -158,6 +158,7 @@ def backends(jobs: Jobs, flavour: str, name: str) -> set[int]:
     return pids
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 def test_a_statement_that_hangs_is_cancelled_in_its_savepoint(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, flavour: str
@@ -406,6 +407,7 @@ async def raise_another(ctx: AsyncContext) -> None:
         raise ValueError("instead") from None
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "body", [sleep_on, query_on, query_after_query, swallow_and_return, swallow_in_a_savepoint, raise_another]
 )
@@ -538,6 +540,7 @@ def test_a_sync_handler_that_hangs_is_cut_off(
     assert rows(engine, "SELECT FROM outboxq.job") == []
 
 
+@pytest.mark.large
 @cut_soon
 def test_a_batch_handler_that_hangs_charges_only_the_job_that_hangs_alone(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, release: threading.Event
@@ -560,6 +563,7 @@ def test_a_batch_handler_that_hangs_charges_only_the_job_that_hangs_alone(
     assert error["type"] == TIMED_OUT
 
 
+@pytest.mark.large
 @cut_soon
 def test_slots_that_are_replaced_stay_within_the_pool(
     sessions: sessionmaker[OutboxSession],
@@ -957,7 +961,7 @@ def test_without_a_sync_engine_a_blocked_loop_is_found_by_its_mark(
     url = make_url(outboxq_database.url).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
     script = [sys.executable, tmp_path / "relay.py", url]
     for _ in range(2):
-        assert subprocess.run(script, cwd=tmp_path, env=environment(), check=False, timeout=PATIENCE).returncode == 3
+        assert subprocess.run(script, cwd=tmp_path, env=environment(), check=False).returncode == 3
     # Reaped by the second relay itself, or by whoever comes after it.
     with start_relay(recording(), RelayConfig(max_crashes=1)):
         wait_until(lambda: rows(engine, "SELECT FROM outboxq.dead_job"), "the reaper")
@@ -975,6 +979,7 @@ def impatient_server(engine: Engine) -> Iterator[None]:
         yield
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("seconds", "ends"), [(20.0, "done"), (None, "dead")])
 def test_the_roles_own_idle_timeout(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, seconds: float | None, ends: str

@@ -21,6 +21,7 @@ CASES = 48
 TRIES = 20
 
 
+@pytest.mark.large
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", sampled(range(1, CASES + 1)))
 @pytest.mark.parametrize("direction", ["request", "answer"])

@@ -127,6 +127,7 @@ def insert_extremes(producer: psycopg.Connection, chance: random.Random, columns
 
 
 # These seeds draw nearly every value of every column.
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("way", "seed"),
     sampled(

@@ -152,6 +152,7 @@ def effects_of(url: str) -> int:
     return 0
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failover_at_work_loses_and_doubles_nothing(way: str, tmp_path: Path) -> None:
     """Every acknowledged request exists and has one effect, every message one acceptance, and no relay ends."""

@@ -28,6 +28,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.large
 def test_a_child_that_comes_back_to_the_relay_ends_and_the_job_is_its_parents(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], results: Path
 ) -> None:

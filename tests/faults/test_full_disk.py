@@ -128,6 +128,7 @@ def make_room(engine: Engine) -> None:
         connection.execute(text("TRUNCATE filler"))
 
 
+@pytest.mark.large
 def test_a_full_disk_under_a_business_table_fails_its_jobs_alone(
     small: tuple[Database, Engine], start_relay: StartRelay
 ) -> None:

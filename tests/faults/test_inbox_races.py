@@ -84,6 +84,7 @@ def deliver_all(engine: Engine, message_ids: list[str], deliver: Callable[[Engin
         return Counter(accepted for future in futures for accepted in future.result(4 * PATIENCE))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("messages", [50, pytest.param(200, marks=pytest.mark.large)])
 def test_concurrent_deliveries_are_accepted_exactly_once(engine: Engine, crowd: Engine, messages: int) -> None:
     """16 deliveries of each of them: one is told so, and one effect stands."""
@@ -174,6 +175,7 @@ def test_a_winner_whose_backend_is_terminated_is_followed_by_one_other(
     assert ledger(engine) == {"m1": 1}
 
 
+@pytest.mark.large
 def test_a_winner_whose_process_is_killed_is_followed_by_one_other(
     engine: Engine, outboxq_database: Database, waiters: Callable[[], list[Future[bool]]]
 ) -> None:

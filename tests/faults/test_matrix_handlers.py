@@ -48,7 +48,7 @@ def dead_letter(engine: Engine) -> tuple[object, ...]:
 BEFORE, AFTER = ("record", {"name": "before"}), ("record", {"name": "after"})
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @each_mode
 @pytest.mark.parametrize(
     ("how", "error"),
@@ -91,7 +91,7 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
     assert_nothing_left(engine)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @each_mode
 @pytest.mark.parametrize(
     "how",

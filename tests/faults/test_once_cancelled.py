@@ -58,6 +58,7 @@ async def let_others_run() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_cancellations_during_the_record_do_not_lose_the_result(
     outboxq_database: Database, engine: Engine, times: int

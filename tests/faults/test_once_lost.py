@@ -271,6 +271,7 @@ def call_noting(calls: Path):
     return call
 
 
+@pytest.mark.large
 def test_a_caller_that_stood_still_after_its_call_cannot_record(
     outboxq_database: Database, engine: Engine, tmp_path: Path
 ) -> None:
@@ -280,6 +281,7 @@ def test_a_caller_that_stood_still_after_its_call_cannot_record(
     assert row(engine, "1") | {"status": "done", "result": "taken over"} == row(engine, "1")
 
 
+@pytest.mark.large
 def test_a_caller_that_stood_still_before_its_call_does_not_call(
     outboxq_database: Database, engine: Engine, tmp_path: Path
 ) -> None:

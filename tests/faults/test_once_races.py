@@ -215,10 +215,11 @@ os._exit(0)
 """
 
 
+@pytest.mark.large
 def test_a_forked_process_keeps_its_locks(outboxq_database: Database, engine: Engine) -> None:
     """Threads do not survive a fork: the child keeps its calls with one of its own."""
     command = [sys.executable, "-W", "ignore", "-c", _FORKING, outboxq_database.url]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert row(engine, "child")["status"] == "done"
 
@@ -259,10 +260,11 @@ effects.once("charge", key="parent", call=fork)
 """
 
 
+@pytest.mark.large
 def test_a_forked_process_leaves_the_locks_of_its_parent_alone(outboxq_database: Database, engine: Engine) -> None:
     """A call that was under way at the fork is the parent's: should that die, its lock runs out."""
     command = [sys.executable, "-W", "ignore", "-c", _FORKING_IN_A_CALL, outboxq_database.url]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert row(engine, "child")["status"] == "done"
 
@@ -333,6 +335,7 @@ def test_a_result_outlasts_a_lock_timeout(impatient: tuple[Engine, Effects], eng
     assert refusals == ["55P03"]
 
 
+@pytest.mark.large
 def test_a_call_that_outlives_its_handler_is_recorded_and_replayed(
     sessions: sessionmaker[OutboxSession], engine: Engine, start_relay: StartRelay
 ) -> None:

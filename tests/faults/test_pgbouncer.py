@@ -44,6 +44,7 @@ def pooled_url(startup: str, outboxq_database: Database) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.large
 @STARTUP
 def test_a_relay_with_a_url_does_every_job_once(start_relay: StartRelay, engine: Engine, pooled_url: str) -> None:
     """Eight slots on three server connections, sync and async handlers, batches of five: one effect each."""
@@ -73,6 +74,7 @@ def test_a_relay_with_the_users_own_engines_does_every_job_once(
     assert not relay.of(JobRetried)
 
 
+@pytest.mark.large
 @diagonal(
     STARTUP,
     pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def dead_letter(engine: Engine) -> tuple[object, ...]:
 POISONS = [(faulty.work, "segfault"), (faulty.work_leased, "kill"), (faulty.work_leased, "exit")]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("kind", "fault"), sampled(POISONS, 2), ids=["transaction-segfault", "lease-kill", "lease-exit"]
 )
@@ -96,6 +97,7 @@ def test_a_job_that_exhausts_memory_is_dead_in_the_end_and_doubles_nobody(
     assert len(times) == len(names)
 
 
+@pytest.mark.large
 def test_suspects_run_one_at_a_time_so_that_the_guilty_one_takes_nobody_along(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:

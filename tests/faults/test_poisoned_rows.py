@@ -92,6 +92,7 @@ def unmade(url: str) -> set[str]:
     return refused | {each["title"] for each in doctor.json["findings"] if each["code"] == "check-not-made"}
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("table", sampled(TABLES, 4))
 def test_every_look_goes_on(engine: Engine, outboxq_database: Database, table: str) -> None:
     """With every odd row in a table that it takes, each list, page, check and gauge is made."""
@@ -100,6 +101,7 @@ def test_every_look_goes_on(engine: Engine, outboxq_database: Database, table: s
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("table", TABLES)
 def test_checks_and_gauges_beside_a_row_that_cannot_be_read_are_made(
     before: Engine, outboxq_database: Database, table: str
@@ -110,6 +112,7 @@ def test_checks_and_gauges_beside_a_row_that_cannot_be_read_are_made(
     assert len(said) <= 3, said
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("table", TABLES)
 def test_relays_go_on(before: Engine, drain: Callable[..., list[Event]], table: str) -> None:
     """Jobs, batches, schedules, pruning and the history of others, on tables that take the worst."""

@@ -35,6 +35,7 @@ def lonely_primary() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("keep", [None, timedelta(days=7)], ids=["plain", "kept"])
 def test_a_commit_that_gets_no_lock_is_not_taken_for_one_that_stands(

@@ -51,6 +51,7 @@ def failures(engine: Engine, url: str, table: str) -> Iterator[str]:
                     yield f"{page}/{key}: {answer.status_code} {answer.text[-200:]}"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.large
 @pytest.mark.parametrize("table", SHOWN)
 def test_each_odd_row_is_shown(engine: Engine, outboxq_database: Database, table: str) -> None:
@@ -60,6 +61,7 @@ def test_each_odd_row_is_shown(engine: Engine, outboxq_database: Database, table
     assert not failed, os.linesep.join(failed)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("table", "column"), [("job", "args"), ("audit", "filter"), ("audit", "change")])
 def test_a_row_of_deep_json_is_shown(engine: Engine, outboxq_database: Database, table: str, column: str) -> None:
     """In one line by the commands, and not at all by the pages, which say so."""

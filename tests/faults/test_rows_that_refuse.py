@@ -158,7 +158,7 @@ def test_a_row_that_nothing_can_change_keeps_no_other_queue_waiting(
     assert not running.of(JobSetAside)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("mode", CLAIMS)
 @pytest.mark.parametrize("refusal", ["each row", "the statement", "a table that is missing"])
 def test_what_ails_all_jobs_blames_none(

@@ -88,6 +88,7 @@ def relay_on(host: Host, database: Database, parameters: str) -> Iterator[None]:
         host.plug_in()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("idle", [True, False], ids=["between-statements", "within-a-statement"])
 def test_the_job_of_a_vanished_host_is_free_again_within_the_keepalive_budget(
     server: Server, host: Host, idle: bool

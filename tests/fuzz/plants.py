@@ -157,9 +157,9 @@ def deferred_overtake_others() -> AbstractContextManager[object]:
 def deferred_go_last() -> AbstractContextManager[object]:
     send = WriteBuffer.send
 
-    def send_sorted(self: Any, connection: Any) -> None:
+    def send_sorted(self: Any, *arguments: Any) -> None:
         self._runs.sort(key=lambda run: isinstance(run, _Deferred))
-        send(self, connection)
+        send(self, *arguments)
 
     return mock.patch.object(WriteBuffer, "send", send_sorted)
 

@@ -37,7 +37,7 @@ def forgetful(outboxq_server: Server) -> Iterator[list[Lane]]:
         yield opened
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
     """In a database in which one trigger is missing; the report is a program that can be run again."""
     lanes["savepoints"].execute("ALTER TABLE till DISABLE TRIGGER till_changed")
@@ -53,7 +53,7 @@ def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
     assert repr(again) in told
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "start"), [("jobs_are_lost", 0), ("jobs_are_turned_round", 1), ("statements_keep_rows", 0)]
 )
@@ -72,7 +72,7 @@ def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
         run_and_compare(forgetful, SHOWN[name])
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 30), pytest.param(3, 270, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(("start", "count"), [(0, 10), pytest.param(1, 290, marks=pytest.mark.wide)])
 def test_jobs_in_company_come_to_what_they_come_to_alone(start: int, count: int, lanes: dict[str, Lane]) -> None:
     """Alone without listeners, in savepoints of one transaction, and shared; 300 random batches, always the same ones.
 
@@ -81,6 +81,7 @@ def test_jobs_in_company_come_to_what_they_come_to_alone(start: int, count: int,
     explore([*lanes.values()], count, start=start)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", SEEN)
 def test_batches_that_once_differed_do_not(name: str, lanes: dict[str, Lane]) -> None:
     """Alone, in savepoints and shared."""

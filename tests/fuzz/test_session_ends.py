@@ -50,6 +50,7 @@ def lanes(outboxq_server: Server) -> Iterator[list[Lane]]:
         yield opened
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("way", WAYS),
     pytest.mark.parametrize("state", STATES),

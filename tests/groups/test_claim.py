@@ -60,6 +60,7 @@ def assert_by_index(plan: str) -> None:
         assert node not in plan
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("limit", [1, 50])
 @pytest.mark.parametrize("analyzed", [False, True])
 def test_a_claim_walks_over_its_indexes_alone(connection: Connection, limit: int, analyzed: bool) -> None:
@@ -78,6 +79,7 @@ def test_a_claim_walks_over_its_indexes_alone(connection: Connection, limit: int
             assert buffers <= 40 + limit * 30
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("analyzed", [False, True])
 @pytest.mark.parametrize(("limit", "in_company"), [(1, None), (16, True), (1, False)])
 def test_a_claim_of_suspects_walks_over_its_indexes_alone(
@@ -186,7 +188,7 @@ def test_the_jobs_of_a_group_that_are_done_are_read_once_behind_an_old_snapshot(
             assert buffers <= 1_600
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_no_group_waits_for_a_million_jobs_of_another(connection: Connection) -> None:
     """With a million jobs in one group, 10,000 others are all served in one round, by claims that cost the same."""
     fill(connection, 1_000_000, groups=1, prefix="hot")

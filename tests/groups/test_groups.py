@@ -62,6 +62,7 @@ def waiting(engine: Engine) -> int:
         return int(connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one())
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 10])
 def test_the_jobs_of_each_group_run_in_their_order(

@@ -172,6 +172,7 @@ def together(jobs: Jobs, fails: Callable[[int], Retry | None], tried: list[int])
     return book
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("declare", [in_calls, together])
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_failed_job_of_a_batch_keeps_those_behind_it_waiting(

@@ -14,6 +14,7 @@ from tests.support.ledger import rows, waiting
 Drain = Callable[..., list[Event]]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("way", ["statement", "commit", "cursor", "unseen", "unseen, begun again"])
 def test_the_order_of_a_group_outlasts_a_handler_that_ends_the_transaction(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, way: str

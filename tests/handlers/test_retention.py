@@ -184,6 +184,7 @@ def test_pruning_can_be_turned_off(
     assert silent.of(Pruned) == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("processes", sampled([2, 1]))
 def test_the_command_line_prunes_and_can_be_told_not_to(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], processes: int

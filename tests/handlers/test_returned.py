@@ -112,7 +112,7 @@ def names(engine: Engine) -> list[str]:
 async def nobody_awaits() -> None: ...
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @EVERY_WAY
 def test_a_value_is_dropped_and_the_job_is_done(
     handlers: Handlers,
@@ -149,7 +149,7 @@ FRUITLESS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @EVERY_WAY
 @pytest.mark.parametrize("guilty", [["coroutine"], list(FRUITLESS)], ids=["one", "of-each-sort"])
 def test_what_nobody_has_run_and_a_class_are_dead_letters_at_once(
@@ -199,6 +199,7 @@ def test_an_async_handlers_task_that_nobody_awaited_is_a_dead_letter(
     assert names(engine) == []
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("value", [{"ok": True}, "done", 5, ["r1", "r2", "r3"], ["r1"]], ids=repr)
 def test_one_value_of_a_batch_handler_is_for_all_of_its_jobs(
     value: object, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain

@@ -246,6 +246,7 @@ VALUES: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("column", VALUES)
 def test_each_type_is_written_as_an_executemany_writes_it(column: str, engine: Engine) -> None:
     """Quotes, nulls, infinities, time zones and roundings among them."""
@@ -270,6 +271,7 @@ STATEMENTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_an_update_by_its_key_is_one_statement(name: str, engine: Engine) -> None:
     """Whatever it computes from the row and its parameters; keys that are not there change nothing."""
@@ -353,6 +355,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_may_mean_something_else_is_sent_row_by_row(name: str, engine: Engine) -> None:
     """Other rows, other tables, functions that may do anything, values that are made for each row."""
@@ -389,6 +392,7 @@ ODD: dict[str, tuple[Any, list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", ODD)
 def test_values_that_an_array_might_change_are_sent_row_by_row(name: str, engine: Engine) -> None:
     """What an array cannot hold, or would hold in one type, or what is equal only to the server."""

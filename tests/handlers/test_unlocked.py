@@ -94,6 +94,7 @@ def add(_: Any, account: Account) -> None:
     account.balance += 4711
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("sort", ["alone", "async", "shared", "batch handler", "lease"])
 def test_a_handler_that_adds_in_python_without_a_lock_is_named_once(
     sort: str, sessions: sessionmaker[OutboxSession], drain: Drain, caplog: pytest.LogCaptureFixture
@@ -105,6 +106,7 @@ def test_a_handler_that_adds_in_python_without_a_lock_is_named_once(
     assert "4711" not in caplog.text
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("sort", ["alone", "async", "shared", "batch handler", "lease"])
 def test_a_locked_entity_may_be_changed(
     sort: str, sessions: sessionmaker[OutboxSession], drain: Drain, caplog: pytest.LogCaptureFixture
@@ -135,7 +137,7 @@ def after_select(session: Any, account: Account) -> None:
 POPULATE = {"populate_existing": True}
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("act", [by_expression, the_same, after_refresh, after_select])
 @pytest.mark.parametrize("sort", ["alone", "shared"])
 def test_what_loses_no_update_is_not_named(
@@ -165,6 +167,7 @@ def in_savepoint(session: Any, account: Account) -> None:
         account.balance += 1
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("act", [flushed, read_after, in_savepoint])
 @pytest.mark.parametrize("sort", ["alone", "shared"])
 def test_a_change_is_seen_though_it_was_flushed_before_the_end(

@@ -77,6 +77,7 @@ def test_a_retry_gets_the_first_answer(client: httpx.Client, engine: Engine) -> 
     assert ledger(engine) == Counter(order=1)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("status", [200, 302, 400, 404, 422, 500, 503])
 def test_an_error_is_an_outcome_too(one_client: httpx.Client, engine: Engine, status: int) -> None:
     """Nobody knows what an endpoint did before it answered with an error: it is replayed, and not executed again."""
@@ -88,6 +89,7 @@ def test_an_error_is_an_outcome_too(one_client: httpx.Client, engine: Engine, st
     assert ledger(engine) == Counter(order=1)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("status", [401, 403, 408, 409, 425, 429])
 def test_what_was_not_processed_is_processed_by_a_retry(one_client: httpx.Client, engine: Engine, status: int) -> None:
     """An answer that says that nothing was done leaves the key free, and is told as it is."""
@@ -110,6 +112,7 @@ def test_an_endpoint_that_raised_is_not_executed_again(client: httpx.Client, eng
     assert ledger(engine) == Counter(order=1)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "header",
     [

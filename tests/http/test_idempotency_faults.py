@@ -215,6 +215,7 @@ def test_a_documentation_that_no_header_can_hold_is_refused(url: str) -> None:
     )
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "result",
     [

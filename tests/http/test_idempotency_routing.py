@@ -51,7 +51,7 @@ def client(outboxq_database: Database, request: pytest.FixtureRequest) -> Iterat
     asyncio.run(engine.dispose())
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("mode", ["", "tx"])
 @pytest.mark.parametrize(
     ("method", "path", "status"),

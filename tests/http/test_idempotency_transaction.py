@@ -28,6 +28,7 @@ def client(outboxq_database: Database) -> Iterator[httpx.Client]:
             yield client
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("path", ["/tx/orders", "/tx/sync", "/tx/late", "/tx/late-sync"])
 def test_what_is_recorded_with_the_rows_is_replayed(client: httpx.Client, engine: Engine, path: str) -> None:
     """In async and sync endpoints, with a session of their own or one that FastAPI ends after the response."""

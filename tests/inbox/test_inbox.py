@@ -67,6 +67,7 @@ def test_an_id_that_comes_twice_in_a_batch_is_one_message(target: Target, engine
     assert stored(engine)["d"] == fingerprint(2)
 
 
+@pytest.mark.first_and_last
 def test_a_batch_of_the_full_size_is_one_statement(target: Target, engine: Engine) -> None:
     """10,000 messages, new or not."""
     messages = {f"message {number}": number for number in range(10_000)}

@@ -81,6 +81,7 @@ def test_a_message_that_leads_to_many_jobs_is_accepted_by_one(
     assert dead(engine) == 0
 
 
+@pytest.mark.first_and_last
 @MODES
 @pytest.mark.parametrize("kind", ["receive", "receive_async"])
 def test_a_failed_attempt_has_accepted_nothing(
@@ -96,6 +97,7 @@ def test_a_failed_attempt_has_accepted_nothing(
     assert ledger(engine) == {"m1": 1}
 
 
+@pytest.mark.first_and_last
 @MODES
 @pytest.mark.parametrize("kind", ["receive", "receive_async", "try_to_receive"])
 def test_a_conflict_is_a_dead_letter_at_once(

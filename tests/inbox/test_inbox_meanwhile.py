@@ -90,6 +90,7 @@ def test_a_delivery_that_comes_meanwhile_takes_over_from_one_that_rolls_back(
     assert stored(engine) == {"m1": fingerprint({"x": 2})}
 
 
+@pytest.mark.first_and_last
 def test_a_batch_waits_for_its_messages_and_sees_what_became_of_them(
     target: Target, rival: OpenRival, meanwhile: Meanwhile
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_message_that_is_forgotten_right_after_the_wait_is_accepted(
     assert stored(engine) == {"m1": None}
 
 
+@pytest.mark.first_and_last
 def test_try_accept_never_waits(target: Target, engine: Engine, rival: OpenRival) -> None:
     """A message on its way is in progress; the transaction goes on, and a later try finds what became of it."""
     committed, rolled_back = rival("m1"), rival("m2")
@@ -136,6 +138,7 @@ def test_try_accept_never_waits(target: Target, engine: Engine, rival: OpenRival
     assert stored(engine).keys() == {"m0", "m1", "m2"}
 
 
+@pytest.mark.first_and_last
 def test_a_lock_on_the_table_is_in_progress_too(target: Target, engine: Engine) -> None:
     """As a migration takes it: nobody knows what comes of it, and nobody waits."""
     with engine.begin() as connection:
@@ -144,7 +147,7 @@ def test_a_lock_on_the_table_is_in_progress_too(target: Target, engine: Engine) 
     assert target.try_accept("m1") is Acceptance.ACCEPTED
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("setting", [None, "SET lock_timeout = '7s'", "SET LOCAL lock_timeout = '7s'"])
 def test_try_accept_leaves_the_lock_timeout_as_it_was(target: Target, rival: OpenRival, setting: str | None) -> None:
     """Whatever it answers: for the rest of the transaction, and after it."""
@@ -162,6 +165,7 @@ def test_try_accept_leaves_the_lock_timeout_as_it_was(target: Target, rival: Ope
     on_its_way.rollback()
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("flavour", ["session-psycopg", "session-psycopg2", "async-session-asyncpg"])
 def test_a_snapshot_older_than_the_first_delivery_is_a_serialization_failure(

@@ -128,6 +128,7 @@ def test_a_look_that_fails_hides_no_answer_of_a_unique_job(
     assert of(events, BatchFinished) == []
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_connection_that_ends_in_the_look_hides_no_job_that_is_done(

@@ -273,6 +273,7 @@ def test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before(
             wait_until(lambda: gate.done, "its end")
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("gate", ["lease"], indirect=True)
 def test_a_claim_under_a_lease_that_another_one_holds_up_gives_way(
     engine: Engine,

@@ -61,6 +61,7 @@ def is_without_guard(url: str) -> bool:
     return fetch_value(url, OBJECTS) == 0
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("way", [by_command, by_offline_sql, by_alembic])
 def test_each_way_of_migrating_installs_the_guard(database: Database, way: Callable[[str], None]) -> None:
     """Every table that a user's transaction writes has the trigger, and Citus knows the table that this writes."""
@@ -90,6 +91,7 @@ def test_citus_may_come_later(database: Database) -> None:
     assert call("migrate", url=database.url).ok().stderr == ""
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "change",
     [
@@ -132,6 +134,7 @@ def test_roles_without_a_right_on_it_fire_the_guard(database: Database) -> None:
         connection.rollback()
 
 
+@pytest.mark.wide
 def test_the_way_down_removes_it(database: Database) -> None:
     """Tables that stay keep it until the last is gone; then nothing of it is left."""
     stand_in(database.url)

@@ -122,6 +122,7 @@ def test_the_offline_sql_refuses_too(database: Database, installed: Engine, tmp_
     assert read_catalog(database.url) == before
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("step", range(1, migrations.LATEST + 1))
 def test_it_waits_for_an_open_transaction_and_sees_its_job(database: Database, installed: Engine, step: int) -> None:
     """A producer that has inserted but not committed cannot lose its job to the drop, whichever step is first."""
@@ -136,7 +137,7 @@ def test_it_waits_for_an_open_transaction_and_sees_its_job(database: Database, i
         assert connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar() == 1
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("row", "said"), WHAT_COUNTS.values(), ids=list(WHAT_COUNTS))
 @pytest.mark.parametrize("target", [0, 3])
 def test_what_makes_a_repetition_harmless_is_not_dropped(
@@ -203,6 +204,7 @@ def test_an_upgrade_keeps_the_work_and_a_downgrade_of_the_memory_too(installed: 
         assert connection.execute(text("SELECT * FROM outboxq.dead_job")).all() == dead
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("row", [row for row, _ in WHAT_COUNTS.values()], ids=list(WHAT_COUNTS))
 def test_the_offline_sql_of_one_step_refuses_too(installed: Engine, row: str) -> None:
     """The block that drops the tables looks by itself, as a frozen file may hold only that one."""
@@ -234,6 +236,7 @@ def test_it_goes_on_when_the_open_transaction_rolls_back(database: Database, ins
     assert not schema_exists(database.url)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("isolation_level", ["REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("from_step", [3, migrations.LATEST])
 def test_it_refuses_a_transaction_whose_snapshot_may_be_too_old(

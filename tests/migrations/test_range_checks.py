@@ -160,6 +160,7 @@ def test_no_batch_has_a_callback_that_cannot_become_a_job(empty_engine: Engine, 
         assert refused(admin, insert_row("batch", callback(value))), f"a batch takes the callback {value}"[:200]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "options",
     [

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from sqlalchemy import create_engine
 
 import outboxq
@@ -23,6 +24,7 @@ def alembic(*arguments: str, url: str | None) -> Finished:
     return run([sys.executable, "-m", "alembic", *arguments], cwd=REPOSITORY, env=environment)
 
 
+@pytest.mark.wide
 def test_the_history_goes_up_is_clean_and_goes_down(database: Database, other_database: Database) -> None:
     """`alembic upgrade head` here makes what `outboxq migrate` makes, `check` agrees, and base leaves nothing."""
     engine = create_engine(other_database.url)
@@ -39,6 +41,7 @@ def test_the_history_goes_up_is_clean_and_goes_down(database: Database, other_da
     assert not schema_exists(database.url)
 
 
+@pytest.mark.wide
 def test_each_revision_is_a_transaction_of_its_own(database: Database) -> None:
     """The lock of step 7 is not held while step 8 reads the table; the offline SQL commits between them too."""
     assert alembic("upgrade", "head", url=database.url).code == 0
@@ -49,6 +52,7 @@ def test_each_revision_is_a_transaction_of_its_own(database: Database) -> None:
     assert "COMMIT;" in first.partition("job_sizes CHECK")[2]
 
 
+@pytest.mark.wide
 def test_check_sees_a_table_that_the_code_does_not_know(database: Database) -> None:
     """The check above looks into outboxq's schema."""
     assert alembic("upgrade", "head", url=database.url).code == 0
@@ -61,6 +65,7 @@ def test_check_sees_a_table_that_the_code_does_not_know(database: Database) -> N
     assert "stray" in checked.err
 
 
+@pytest.mark.wide
 def test_the_offline_sql_needs_no_database_and_does_the_same(database: Database, tmp_path: Path) -> None:
     """Both directions are written without a URL, and psql takes them."""
     up = alembic("upgrade", "head", "--sql", url=None)

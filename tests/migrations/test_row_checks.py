@@ -349,6 +349,7 @@ def test_the_sql_for_psql_commits_between_the_two(
     assert validated(admin) == [True] * 3
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("to", range(1, LATEST + 1))
 def test_the_sql_for_psql_ends_at_its_step(database: Database, admin: psycopg.Connection, to: int) -> None:
     """On both sides of the COMMIT."""

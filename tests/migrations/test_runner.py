@@ -116,6 +116,7 @@ def test_many_migrations_at_once_all_succeed(database: Database, empty_engine: E
     assert steps == list(range(LATEST + 1))
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("schema", ["outboxq", *WILD_SCHEMAS])
 def test_the_sql_for_psql_makes_the_same_and_may_be_run_twice(
     database: Database, other_database: Database, empty_engine: Engine, tmp_path: Path, schema: str
@@ -138,6 +139,7 @@ def test_the_sql_up_to_a_step_stops_there(database: Database, empty_engine: Engi
         assert schema_version(connection, "outboxq") == 1
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("schema", WILD_SCHEMAS)
 def test_a_schema_of_any_name_works_from_end_to_end(database: Database, empty_engine: Engine, schema: str) -> None:
     """Tables, the version marker, the SQL function, the sleep flag and the wake-up all carry the name."""

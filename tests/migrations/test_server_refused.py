@@ -51,6 +51,7 @@ def encoding_of(url: str) -> str:
         return connection.info.parameter_status("server_encoding") or ""
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("words", [("migrate",), ("relay", APP), ("stats",)], ids=" ".join)
 def test_a_database_of_another_encoding_is_refused_by_one_sentence(foreign: str, words: tuple[str, ...]) -> None:
     """What was found, what is needed and how to get there; nothing is written."""

@@ -75,7 +75,7 @@ def run_old(old_code: Path, url: str, *arguments: str) -> "subprocess.CompletedP
     """Run the Python of this environment on the old code."""
     env = {**environment(url), "PYTHONPATH": str(old_code)}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=env, cwd=old_code, capture_output=True, text=True, timeout=2 * PATIENCE)
+    return subprocess.run(command, env=env, cwd=old_code, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("step", OLD)
@@ -94,6 +94,7 @@ def test_the_step_behind_changes_nothing_that_was_there_before(
         assert [row for row in after[part] if row in rows] == rows, part
 
 
+@pytest.mark.first_and_last
 @pytest.mark.large
 def test_relays_producers_and_commands_of_before_work_on_todays_tables(
     old_code: Path, outboxq_database: Database, engine: Engine
@@ -152,6 +153,7 @@ def test_todays_code_works_on_the_tables_of_step_10_and_says_what_they_lack(
         run(*command, url=url).ok()
 
 
+@pytest.mark.wide
 def test_todays_lists_and_doctor_work_on_the_tables_of_step_11(database: Database, empty_engine: Engine) -> None:
     """They say the same as behind step 12, whose indexes only lead there sooner."""
 

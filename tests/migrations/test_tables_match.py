@@ -37,6 +37,7 @@ def test_the_declared_tables_equal_the_migrated_ones(database: Database, other_d
         assert declared[part] == migrated[part], part
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "change",
     [

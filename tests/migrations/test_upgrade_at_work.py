@@ -190,6 +190,7 @@ def test_who_writes_one_of_many_tables_holds_up_the_step_and_no_other_writer(
                 writer.execute(insert_row(table))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("held", ["effect", "dead_job"])
 def test_who_writes_one_of_two_tables_holds_up_the_step_and_no_other_writer(
     database: Database, empty_engine: Engine, held: str

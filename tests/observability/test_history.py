@@ -140,6 +140,7 @@ def test_a_relay_that_is_told_to_stop_loses_nothing(engine: Engine, outboxq_data
     assert rows(engine, "SELECT * FROM outboxq.relay_status") == []
 
 
+@pytest.mark.wide
 def test_a_killed_relay_loses_what_it_had_not_flushed_and_doubles_nothing(
     engine: Engine, outboxq_database: Database
 ) -> None:

@@ -74,6 +74,7 @@ def events_of(number: int) -> Iterator[Event]:
     yield ClaimsFailed(f"q{number}", 3)
 
 
+@pytest.mark.wide
 def test_the_number_of_series_is_bounded() -> None:
     """By queues and by types of errors; what is too much is counted under one name, and nothing is lost."""
     counter = EventCounter()

@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from sqlalchemy import create_engine
 from sqlalchemy.orm import sessionmaker
@@ -87,6 +88,7 @@ if len(sys.argv) > 1:
 """
 
 
+@pytest.mark.wide
 def test_it_works_with_several_processes(tmp_path: Path) -> None:
     """In the multiprocess mode of prometheus_client, as under gunicorn."""
     variables = environment(PROMETHEUS_MULTIPROC_DIR=str(tmp_path))

@@ -139,6 +139,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("words", [("relay", TARGET, "--metrics", "0"), ("metrics", "--once")])
 def test_without_the_extra_it_is_named(outboxq_database: Database, words: tuple[str, ...]) -> None:
     """Exit code 2."""

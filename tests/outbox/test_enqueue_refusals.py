@@ -293,6 +293,7 @@ BROKEN = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.first_and_last
 @BROKEN
 @DRIVERS
 @pytest.mark.parametrize("waiting", [False, True], ids=["plain", "waiting-for-a-key"])

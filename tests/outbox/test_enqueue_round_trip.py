@@ -165,6 +165,7 @@ typed = st.one_of(
 through_jsonb = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.large
 @through_jsonb
 @given(typed)
 def test_any_typed_value_comes_back_equal(round_trip: RoundTrip, case: tuple[object, object]) -> None:
@@ -183,6 +184,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.large
 @through_jsonb
 @given(json_values)
 def test_any_plain_json_comes_back_equal(round_trip: RoundTrip, value: object) -> None:
@@ -201,6 +203,7 @@ def test_text_is_refused_exactly_where_it_holds_nul(round_trip: RoundTrip, value
         assert round_trip(str, value) == value
 
 
+@pytest.mark.large
 @through_jsonb
 @given(
     st.recursive(

@@ -248,6 +248,7 @@ def test_a_job_is_gone_with_its_rollback(producer: Producer, stored: Stored, wai
     assert stored() == {handle.id: "bob"}
 
 
+@pytest.mark.first_and_last
 @waiting_or_not
 def test_a_job_is_gone_with_its_savepoint(producer: Producer, stored: Stored, waiting: bool) -> None:
     """The jobs before and after the savepoint stay; nothing was flushed by hand."""
@@ -262,6 +263,7 @@ def test_a_job_is_gone_with_its_savepoint(producer: Producer, stored: Stored, wa
     assert stored() == {kept.id: "kept", after.id: "after"}
 
 
+@pytest.mark.first_and_last
 @waiting_or_not
 def test_a_job_stays_when_a_later_savepoint_rolls_back(producer: Producer, stored: Stored, waiting: bool) -> None:
     """Opening the savepoint flushed what came before it."""

@@ -66,6 +66,7 @@ def test_the_value_of_the_handler_comes_back(
         handle.result(engine, returns=int)
 
 
+@pytest.mark.first_and_last
 @CLAIMS
 @pytest.mark.parametrize("batch_size", [1, 10])
 def test_each_end_without_a_result_is_told_at_once(

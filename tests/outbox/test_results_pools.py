@@ -89,6 +89,7 @@ def _named(url: str, name: str) -> dict[str, Any]:
     return {"creator": lambda: psycopg.connect(dsn, application_name=name)}
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("poolclass", [AssertionPool, NullPool, QueuePool, StaticPool])
 @pytest.mark.parametrize("is_created", [False, True], ids=["url", "creator"])
 def test_the_connection_is_opened_as_the_engine_opens_its_own(
@@ -124,6 +125,7 @@ def _listened(engine: Engine) -> list[str]:
     return seen
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("poolclass", [AsyncAdaptedQueuePool, NullPool, StaticPool])
 def test_an_async_engine_opens_it_in_the_same_way(
     outboxq_database: Database, handle: Any, poolclass: type[Pool]

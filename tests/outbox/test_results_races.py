@@ -36,6 +36,7 @@ def _only_woken() -> Iterator[None]:
         yield
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("point", ["before-look", "after-look"])
 def test_a_job_that_ends_between_two_steps_of_a_wait_is_not_missed(
@@ -245,6 +246,7 @@ def test_an_end_that_is_settled_on_a_new_connection_is_told(engine: Engine, sess
         assert result() == 7
 
 
+@pytest.mark.large
 def test_a_job_that_is_charged_for_its_lost_connection_is_told(
     engine: Engine, sessions: Sessions, drain: Drain
 ) -> None:

@@ -49,7 +49,7 @@ def bounds() -> Iterator[str]:
                 yield f"opentelemetry-sdk=={lowest}"
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_the_package_works_with_the_lowest_versions_that_it_allows(tmp_path: Path) -> None:
     """Every bound is a version that exists, that goes together with the others, and that our tests are green with."""
@@ -70,5 +70,5 @@ def test_the_package_works_with_the_lowest_versions_that_it_allows(tmp_path: Pat
 def run(*command: str) -> None:
     # The worker that runs this test is none of those that the command starts.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-20_000:]}\n{done.stderr[-5_000:]}"

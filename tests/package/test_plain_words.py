@@ -56,6 +56,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("area", AREAS)
 def test_the_avoided_words_only_get_fewer(area: str) -> None:
     """New text has none of them, and a bound follows each word that goes."""

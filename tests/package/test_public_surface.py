@@ -34,6 +34,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
         _ = outboxq.add_jbo  # type: ignore[attr-defined]
 
 
+@pytest.mark.wide
 def test_importing_outboxq_imports_nothing_heavy() -> None:
     """`import outboxq` brings in neither SQLAlchemy nor a driver, so that `--help` is quick; using a name does."""
     code = (

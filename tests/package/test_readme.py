@@ -45,7 +45,6 @@ def test_the_program_of_the_readme_works_as_it_is_printed(outboxq_server: Server
             env=shell_environment(database),
             capture_output=True,
             text=True,
-            timeout=120,
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

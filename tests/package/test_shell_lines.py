@@ -223,5 +223,5 @@ def test_a_line_runs(line: str, outboxq_database: Database, tmp_path: Path) -> N
     )
     # What a line writes is not written into the checkout.
     place = tmp_path if ">" in words else ROOT
-    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode in RUN_HERE[line], f"{done.stdout}\n{done.stderr}"

@@ -254,6 +254,7 @@ def _open_files() -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.wide
 def test_a_killed_owner_takes_its_server_along() -> None:
     """SIGKILL of the owner, which it cannot notice, ends the server and removes its directory."""
     with owner_process("server = start_embedded()", REPORT, WAIT_FOREVER) as owner:
@@ -322,6 +323,7 @@ def test_an_owner_that_forgets_to_close_leaves_nothing() -> None:
         assert not directory.exists()
 
 
+@pytest.mark.wide
 def test_a_terminal_interrupt_reaches_the_owner_alone() -> None:
     """Ctrl-C, which signals the whole process group, leaves the server up until its owner closes it."""
     # Blocked and waited for: one that comes just before a pause would be slept over.

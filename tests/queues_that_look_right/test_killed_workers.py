@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from sqlalchemy import Engine
 from sqlalchemy.orm import sessionmaker
 
@@ -24,6 +25,7 @@ def test_a_job_that_is_done_before_it_is_done_is_lost(crew: Crew) -> None:
     assert crew.states() == []
 
 
+@pytest.mark.large
 def test_a_killed_relays_job_is_done_by_the_next(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, tmp_path: Path
 ) -> None:
@@ -78,6 +80,7 @@ def test_a_leased_job_outlives_its_relay(
     assert len((tmp_path / "lines").read_text().splitlines()) == 2
 
 
+@pytest.mark.large
 def test_a_relay_that_starts_leaves_the_jobs_of_the_living_alone(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, tmp_path: Path
 ) -> None:

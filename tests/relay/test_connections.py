@@ -88,6 +88,7 @@ def seven_queues(gate: Gate, flavours: tuple[str, ...]) -> Jobs:
     return jobs
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("flavours", [("sync",), ("async",), ("sync", "async")], ids="-".join)
 def test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues(
     flavours: tuple[str, ...], looker: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
@@ -113,6 +114,7 @@ def test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues(
         wait_until(lambda: held(looker) <= 4, "an idle relay's connections")
 
 
+@pytest.mark.large
 def test_slots_that_wake_take_a_connection_that_is_there(
     looker: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:

@@ -222,6 +222,7 @@ def test_tables_of_before_keep_what_operators_set_and_prune_what_is_declared(
         assert [each.keep_dead_seconds for each in queues.list_queues(connection)] == [None]
 
 
+@pytest.mark.large
 def test_the_command_line_sets_and_shows_it(outboxq_database: Database, engine: Engine) -> None:
     """With a limit or alone, and taken back."""
     url = outboxq_database.url
@@ -264,6 +265,7 @@ def test_a_registry_declares_it_once_for_a_queue_of_its_own() -> None:
         other.resolve()
 
 
+@pytest.mark.large
 def test_the_doctor_names_what_no_relay_deletes(outboxq_database: Database, engine: Engine) -> None:
     """A day late; by what operators have set, or by the registry that it is given."""
     url = outboxq_database.url

@@ -238,6 +238,7 @@ def test_a_session_that_waits_for_its_connection_serves_one_user_at_a_time(
     assert [type(error) for error in late] == [InvalidRequestError]
 
 
+@pytest.mark.first_and_last
 @FLAVOURS
 @pytest.mark.parametrize("before", ["used", "named", "nothing"])
 def test_what_a_handler_left_behind_gets_no_connection(
@@ -720,6 +721,7 @@ def test_suspects_whose_relay_died_once_run_in_company(
 # One job among others.
 
 
+@pytest.mark.first_and_last
 @FLAVOURS
 @pytest.mark.parametrize("meanwhile", ["cancelled", "reaped"])
 @pytest.mark.parametrize("which", ["plain", "writes"])

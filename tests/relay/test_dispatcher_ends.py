@@ -132,6 +132,7 @@ def test_a_relay_that_stops_waits_for_the_row_of_a_job_that_is_done(
         assert connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one() == 0
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("seconds", [0.0, 0.2])
 @pytest.mark.parametrize("uses_session", [False, True])
 def test_the_next_job_of_a_group_and_a_job_that_comes_back_need_no_poll(

@@ -91,6 +91,7 @@ def enqueue(sessions: sessionmaker[OutboxSession], jobs: Jobs) -> None:
             session.add_job(handler)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 50])
 def test_each_event_of_a_job_says_how_long_it_waited_and_ran(

@@ -148,6 +148,7 @@ def test_a_batch_of_jobs_that_write_nothing_costs_one_round_trip(
     assert [count - seen[0] for count in seen] == [batch for batch in range(12) for _ in range(50)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("what", ["earlier queue", "due"])
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_a_slot_leaves_its_queue_for_what_comes_first(
@@ -266,6 +267,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("what", ["late", "urgent", "retried"])
 def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
     what: str,

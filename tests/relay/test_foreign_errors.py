@@ -31,7 +31,7 @@ def has_done(relay: RunningRelay, number: int) -> bool:
     return len(relay.of(JobDone)) == number
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("name", EVENTS)
 def test_a_listener_of_the_engine_that_raises_does_not_end_the_relay(
@@ -86,6 +86,7 @@ def test_a_handler_of_no_module_works(engine: Engine, sessions: sessionmaker[Out
     assert effects(engine) == ["done"]
 
 
+@pytest.mark.large
 def test_a_relay_whose_login_is_refused_for_long_ends(engine: Engine) -> None:
     """Its password was changed: who starts it again has the new one."""
     with tempfile.TemporaryDirectory(prefix="outboxq-test-") as name:

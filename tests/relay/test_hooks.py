@@ -88,7 +88,7 @@ def test_hooks_are_told_in_order_in_a_thread_of_their_own(flavour: str, drained:
     assert not [thread for thread in threading.enumerate() if thread.name == "outboxq-hooks"]
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 def test_a_hook_that_raises_is_logged_and_counted(
@@ -139,7 +139,7 @@ def fail_with(secret: str, event: JobDone) -> None:
     raise ValueError("in a hook")
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("hook", "named"),
     [
@@ -294,6 +294,7 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.first_and_last
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("fate", ["told", "dropped", "left", "not asked for"])
 def test_what_a_failed_handler_held_goes_when_its_event_was_told_or_dropped(

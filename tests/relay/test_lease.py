@@ -101,6 +101,7 @@ def test_the_claim_is_committed_before_the_handler_starts(
     assert effects(engine) == ["outside"]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
@@ -155,6 +156,7 @@ def test_attempts_are_bounded_in_lease_mode(
     assert tuple(row) == (2, 2)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("meanwhile", ["reaped", "cancelled"])
 @pytest.mark.parametrize("how", ["sync", "async", "failing"])
 def test_a_handler_that_lost_its_lease_commits_nothing(
@@ -336,7 +338,7 @@ def test_a_queue_has_one_claim_mode() -> None:
         jobs.handler(claim="leese")(one.function)  # type: ignore[arg-type]
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("how", ["session", "bind", "driver"])
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 def test_a_failed_attempt_leaves_nothing_whatever_it_wrote_through(

@@ -23,6 +23,7 @@ OUTCOMES: dict[str, Outcome | None] = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("way", ["commit", "unseen"])
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_a_leased_handler_that_committed_never_runs_again(

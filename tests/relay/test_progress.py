@@ -47,6 +47,7 @@ class Gates:
         assert self.leave.wait(PATIENCE)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_note_is_seen_while_the_handlers_transaction_is_open(

@@ -268,6 +268,7 @@ def test_a_state_that_no_lifespan_gave_says_so(
     assert "ctx.state has no 'client', because it is empty: what a lifespan yields" in died.message
 
 
+@pytest.mark.large
 def test_a_handler_chains_jobs_atomically_and_drain_runs_them_too(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:
@@ -397,6 +398,7 @@ def test_what_does_not_finish_in_time_is_rolled_back_and_waits_again(
     assert waiting(engine) == 2
 
 
+@pytest.mark.large
 def test_the_relay_survives_a_restart_of_the_database(outboxq_prepare: Callable[[str], None]) -> None:
     """It says that the database is away and back, and every job is done once."""
     with start_embedded() as server, server.create_database() as database:
@@ -426,6 +428,7 @@ def test_the_relay_survives_a_restart_of_the_database(outboxq_prepare: Callable[
         engine.dispose()
 
 
+@pytest.mark.large
 def test_an_outage_is_waited_out_with_growing_pauses(outboxq_prepare: Callable[[str], None]) -> None:
     """Idle slots, sync and async, do not spin while the database is away; the listener's bell does not shorten it."""
     with start_embedded() as server, server.create_database() as database:
@@ -466,6 +469,7 @@ def sleep_flags(engine: Engine) -> int:
         ).scalar_one()
 
 
+@pytest.mark.large
 def test_a_relay_waits_for_a_database_that_is_down_at_its_start(outboxq_prepare: Callable[[str], None]) -> None:
     """It retries and says so, without the URL in the message."""
     with start_embedded() as server, server.create_database() as database:
@@ -574,6 +578,7 @@ def test_engines_that_do_not_fit_are_refused_with_the_remedy(outboxq_database: D
         Relay("sqlite://", app.jobs)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("spelling", ["postgres", "postgresql", "postgresql+asyncpg", "postgresql+psycopg2"])
 def test_a_url_may_be_spelled_in_any_way(
     spelling: str, outboxq_database: Database, sessions: sessionmaker[OutboxSession]
@@ -585,6 +590,7 @@ def test_a_url_may_be_spelled_in_any_way(
     assert Relay(url, app.jobs, hooks=()).drain().done == 1
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("encoding", ["UTF8", "LATIN1"])
 def test_text_arrives_in_whatever_encoding_the_clients_of_a_database_have(
@@ -613,6 +619,7 @@ def test_text_arrives_in_whatever_encoding_the_clients_of_a_database_have(
     assert told == [("größer", True)] * 3
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 def test_a_hook_that_fails_breaks_no_job(
     error: type[BaseException],

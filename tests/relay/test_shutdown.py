@@ -96,6 +96,7 @@ def wait_for_end(children: list[psutil.Process]) -> None:
     wait_until(lambda: all(map(ended, children)), "the end of every child")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("first", "second"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (15, signal.SIGINT)]
 )
@@ -317,6 +318,7 @@ def test_a_thread_that_a_handler_left_behind_keeps_no_process(
     assert "threads that handlers left behind are not waited for" in said.stderr
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("hold_lock", [False, True])
 def test_a_relay_with_a_stuck_handler_ends_with_3(
     outboxq_database: Database, stuck_application: Path, hold_lock: bool
@@ -364,6 +366,7 @@ def state(path: Path) -> object:
     return json.loads(path.read_text())["state"] if path.exists() else None
 
 
+@pytest.mark.large
 def test_the_health_file_follows_the_relay(
     outboxq_database: Database,
     outboxq_server: Server,
@@ -515,4 +518,4 @@ def test_the_probe_is_quick() -> None:
         "heavy = {'sqlalchemy', 'psycopg', 'alembic', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True)

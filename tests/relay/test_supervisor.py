@@ -102,6 +102,7 @@ def test_a_killed_child_is_replaced_and_sigterm_ends_all(directory: Path) -> Non
         assert f"ChildDied(pid={victim}, exit_code=-9" in supervisor.stdout.read()
 
 
+@pytest.mark.large
 def test_children_end_when_the_supervisor_is_killed(directory: Path) -> None:
     """SIGKILL leaves it no time to tell them: the pipe does."""
     with supervised(child(directory), 2) as supervisor:
@@ -119,6 +120,7 @@ def test_children_that_finish_or_were_started_wrongly_are_not_replaced(exit_code
     assert events == []
 
 
+@pytest.mark.large
 def test_a_child_that_was_told_to_stop_by_somebody_else_is_replaced(directory: Path) -> None:
     """Only a supervisor that drains takes an orderly end for the end of the work."""
     with supervised(child(directory), 1):

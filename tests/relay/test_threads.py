@@ -45,7 +45,7 @@ else:
 def test_a_thread_that_dies_before_it_is_up_holds_nobody() -> None:
     """As MemoryError does to it; threading's own start() waits for it without an end."""
     command = [sys.executable, "-c", DIES_ON_ITS_WAY]
-    done = subprocess.run([*command, "bounded"], timeout=30, capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, "bounded"], capture_output=True, text=True, check=True)
     assert done.stdout == "the thread 'outboxq-test' did not come up within 0.2 s\n"
     assert threads._UP_SECONDS > 10, "a process that was stopped for a while starts threads as ever"
     with pytest.raises(subprocess.TimeoutExpired):

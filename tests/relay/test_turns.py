@@ -64,7 +64,7 @@ def enqueue(sessions: sessionmaker[OutboxSession], jobs: Jobs, numbers: range, q
         session.add_jobs(registry.find(f"kind {number % queues:03}").job(number) for number in numbers)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("queues", [2, 10, MANY])
 @pytest.mark.parametrize("group", ["*", "ordered"])
 @pytest.mark.parametrize("slots", [1, 4])

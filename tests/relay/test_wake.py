@@ -292,6 +292,7 @@ def test_a_scheduled_job_wakes_a_sleeping_relay_when_it_is_due(
     assert was_due == [True]
 
 
+@pytest.mark.large
 @pytest.mark.relay_limits(RelayLimits(history=HistoryLimits(first_seconds=3600.0)))
 def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay, pauses: list[bool]) -> None:
     """With the flag up it sleeps for its whole poll interval: nothing but its heart beats."""

@@ -48,6 +48,7 @@ CORE_BOUNDS = {
 }
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", WAYS)
 def test_a_job_passes_few_functions_and_files(name: str, outboxq_database: Database) -> None:
     """The code that a reader follows from one handler to the next does not grow unseen."""
@@ -57,6 +58,7 @@ def test_a_job_passes_few_functions_and_files(name: str, outboxq_database: Datab
     assert all(within), WAY_BOUNDS[name]
 
 
+@pytest.mark.large
 def test_the_core_names_few_families_and_owns_its_fields() -> None:
     """Mentions of families, assignments by other modules, and lines do not grow unseen."""
     figures = core_figures()

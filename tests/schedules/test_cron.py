@@ -42,6 +42,7 @@ def test_each_time_follows_from_the_one_before_it(text: str, zone: str, moment: 
         assert cron.after(other - timedelta(seconds=1)) == other
 
 
+@pytest.mark.wide
 @given(TEXTS, st.sampled_from(ZONES), MOMENTS, st.timedeltas(timedelta(0), timedelta(days=500)))
 @settings(max_examples=150, deadline=None)
 def test_the_newest_of_the_times_that_were_missed_is_found(text, zone, moment, span) -> None:
@@ -55,6 +56,7 @@ def test_the_newest_of_the_times_that_were_missed_is_found(text, zone, moment, s
     assert newest == first or cron.after(newest - timedelta(seconds=1)) == newest
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("zone", ZONES)
 def test_a_time_of_every_hour_is_what_clocks_on_the_wall_show(zone: str) -> None:
     """With a star for the hour, each minute at which the clocks show such a time is due, over a whole year.

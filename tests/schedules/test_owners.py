@@ -74,6 +74,7 @@ def test_a_registry_is_named_by_its_module_and_its_name_there() -> None:
     assert set(top.resolve().owners) == {"top", shop.name}
 
 
+@pytest.mark.wide
 def test_a_program_that_runs_is_named_as_it_is_imported(tmp_path: object, fresh_processes: None) -> None:
     """Not `__main__`, which every program is."""
     import subprocess
@@ -216,6 +217,7 @@ def test_an_operator_adopts_what_has_left_the_code(outboxq_database: Database, e
     assert stored(engine)["nightly"].owner == "shop"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("how", ["the setting", "the option", "the variable"])
 def test_a_relay_that_is_to_put_none_puts_none(
     outboxq_database: Database, engine: Engine, drain: Drain, monkeypatch: pytest.MonkeyPatch, how: str

@@ -93,6 +93,7 @@ def ahead(engine: Engine, name: str, by: timedelta, last: timedelta | None = Non
     return before
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("when", [{"cron": "@daily"}, {"every": timedelta(hours=1)}])
 @pytest.mark.parametrize("how", ["put", "declared", "resume"])
 def test_a_time_of_a_clock_that_was_ahead_is_computed_again(

@@ -61,6 +61,7 @@ def test_a_schedule_that_comes_while_a_relay_runs_is_fired_by_it(engine: Engine,
         assert ran.wait(60)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("missed", "ago", "expected"),
     [
@@ -170,6 +171,7 @@ def looked_at(engine: Engine) -> list[datetime]:
         return list(connection.execute(text(f"SELECT query_start FROM pg_stat_activity WHERE {looks}")).scalars())
 
 
+@pytest.mark.wide
 def test_an_engine_whose_pool_is_in_use_does_not_hold_schedules_up(
     outboxq_database: Database, engine: Engine, start_relay: StartRelay
 ) -> None:
@@ -310,6 +312,7 @@ def test_a_relay_without_schedules_sends_nothing_more(
     own.dispose()
 
 
+@pytest.mark.wide
 def test_an_interval_of_a_second_is_fired_at_each_second(
     engine: Engine, outboxq_database: Database, start_relay: StartRelay
 ) -> None:

@@ -39,6 +39,7 @@ _READ_AS_A_WHOLE = re.compile(r"Seq Scan on (job|unique_key|batch)\b")
 _SORTED = re.compile(r"Sort Key: (?!wanted|added|page|locked|\(?row_number|\(*CASE WHEN)")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("analyzed", sampled([False, True]), ids=["not analyzed", "analyzed"])
 def test_statements_of_flow_control_read_no_table_as_a_whole(outboxq_server: Server, analyzed: bool) -> None:
     """Nor do they sort one."""

@@ -115,6 +115,7 @@ def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _nodes(below)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("change", CHANGES)
 @diagonal(
     pytest.mark.parametrize("statistics", ["none", "fresh", "of the empty table", "of an emptied table"]),
@@ -136,6 +137,7 @@ def test_a_thousand_jobs_are_found_in_one_walk_whatever_statistics_say(
         connection.rollback()
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("statistics", ["none", "fresh", "of the empty table", "of an emptied table"]),
     pytest.mark.parametrize("size", [20_000, MANY]),
@@ -275,6 +277,7 @@ def test_a_row_that_changed_and_is_still_ours_is_settled_as_it_is_now(engine: En
         assert list(map(tuple, rows)) == ([] if is_gone else [(7, "ValueError", 1)] * 3)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("free", [True, False])
 @pytest.mark.parametrize("change", REPORTING)
 def test_a_row_that_changed_since_the_statement_began_is_locked_as_it_is_now(

@@ -69,7 +69,7 @@ def hostile(outboxq_server: Server) -> Iterator[Engine]:
         engine.dispose()
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_every_statement_is_resolved_to_postgresqls_own(hostile: Engine) -> None:
     """By the trees that the server makes of them: also what stands where no row comes by."""
     theirs: dict[str, set[int]] = {}

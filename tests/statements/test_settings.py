@@ -91,6 +91,7 @@ def hostile(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.mark.wide
 def test_no_answer_has_a_form_that_depends_on_a_setting(engine: Engine) -> None:
     """Of all statements that are sent on a connection of users': times come as numbers."""
     found: dict[str, set[str]] = {}
@@ -126,6 +127,7 @@ def test_every_command_ends_as_without_them(of_role: bool, engine: Engine, outbo
     assert ended[1] == ended[0]
 
 
+@pytest.mark.wide
 def test_every_screen_answers(hostile: Engine) -> None:
     """With the times that it has without them."""
     app = create_app({"orders": hostile}, auth=as_user(Role.READER))
@@ -181,6 +183,7 @@ def _looked_at(engine: Engine) -> list[object]:
     return found
 
 
+@pytest.mark.wide
 def test_producers_and_consumers_work(hostile: Engine, drain: Callable[..., list[Event]]) -> None:
     """On the user's own connection: jobs, schedules, messages and cancellations; and relays, in both claim modes."""
     with OutboxSession(hostile) as session, session.begin():
@@ -230,6 +233,7 @@ _LOOKS = (
 )
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("words", _LOOKS, ids=" ".join)
 @pytest.mark.parametrize("options", ["", "-c jit=on -c datestyle=German"], ids=["default", "PGOPTIONS"])
 def test_statements_of_a_command_are_not_compiled(
@@ -243,6 +247,7 @@ def test_statements_of_a_command_are_not_compiled(
     assert not [each for each in seen if each[1] != "off" or not each[2].startswith("ISO")]
 
 
+@pytest.mark.wide
 def test_statements_of_pages_gauges_and_callers_are_not_compiled(hostile: Engine) -> None:
     """Each looks at many jobs: those of the dashboard, of a relay's gauges, and of an operator's own connection."""
     app = create_app({"orders": hostile}, auth=as_user(Role.READER))

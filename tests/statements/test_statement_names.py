@@ -15,12 +15,14 @@ PACKAGE = Path(outboxq.__file__).parent
 SYNTAX = frozenset({"any", "array", "coalesce", "greatest", "least"})
 
 
+@pytest.mark.wide
 def test_no_statement_leaves_a_function_or_a_table_to_the_search_path() -> None:
     """A role that may create in a schema of that path could have a better-matching function of its own run."""
     found = ((where, Names(compiled_text(statement)).unqualified) for where, statement, _ in all_statements())
     assert {where: names for where, names in found if names} == {}
 
 
+@pytest.mark.wide
 def test_no_expression_leaves_a_function_to_the_search_path() -> None:
     """Also where an expression is built outside of `statements/`: `func.name(...)` is for what only syntax can say."""
     found = {

@@ -22,7 +22,7 @@ from tests.support.app import Effect
 
 ONCE = Backoff(max_attempts=1)
 # How long a parent waits for its child.
-PATIENCE_SECONDS = 50.0
+PATIENCE_SECONDS = 100.0
 _ONE_PARENT = threading.Lock()
 LIFESPAN, RESULTS = "FORKS_IN_LIFESPAN", "FORKS_RESULTS"
 

@@ -47,7 +47,7 @@ def _install(package: str) -> str | None:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
     install = ("apt-get", "install", "-y", "--no-install-recommends", package)
     for command in (install, ("apt-get", "update"), install):
-        subprocess.run(command, env=environment, capture_output=True, check=False, timeout=150)
+        subprocess.run(command, env=environment, capture_output=True, check=False)
         found = _find(package)
         if found is not None:
             return found

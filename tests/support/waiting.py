@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 # How long a broken program holds its test up. Nothing is held to it: on a busy machine a process starts in half a
 # minute.
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def wait_until(condition: Callable[[], T], what: str, seconds: float = PATIENCE) -> T:

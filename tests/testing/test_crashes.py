@@ -48,6 +48,7 @@ def rows(engine: Engine) -> int:
         return ledger_size(connection)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "steps", sampled([(CRASH_STEPS[:3],), (CRASH_STEPS[3:6],), (CRASH_STEPS[6:],)]), ids=lambda steps: steps[0]
 )
@@ -136,6 +137,7 @@ def test_jobs_that_wait_already_are_refused(outboxq_database: Database, sessions
         )
 
 
+@pytest.mark.wide
 def test_a_process_is_killed_at_the_passing_that_was_asked_for() -> None:
     """The second passing of the point, and no other point, ends the process."""
     script = (
@@ -145,11 +147,12 @@ def test_a_process_is_killed_at_the_passing_that_was_asked_for() -> None:
         "    for name in ('after-claim', 'before-commit', 'before-commit', 'after-claim', 'after-commit'):\n"
         "        print(name, flush=True); fault_point(name)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout.split() == ["after-claim", "before-commit", "before-commit", "after-claim"]
 
 
+@pytest.mark.wide
 def test_a_relay_process_ends_with_its_parent(outboxq_database: Database) -> None:
     """A test run that is killed leaves no relay behind."""
     script = (
@@ -173,6 +176,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("cut", "stands"), [("cut_before_commit", 0), ("cut_after_commit", 1)])
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
 def test_a_cut_at_commit_is_an_error_whatever_stands(

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.fork_server import SERVER_NAME, fresh
+from tests.support.waiting import PATIENCE
 
 TELL = """
 import faulthandler, json, os, pathlib, signal, sys
@@ -65,7 +66,7 @@ def test_a_process_is_what_was_asked_for(
             text=True,
             **options,
         )
-    out, errors = process.communicate("a question", timeout=60)
+    out, errors = process.communicate("a question", timeout=PATIENCE)
     os.close(read_end)
     os.close(write_end)
     told = json.loads(out)
@@ -114,5 +115,5 @@ def test_a_forked_process_forks_its_children_from_a_server_of_its_own() -> None:
         assert process.stdout.readline() == f"{process.pid} {process.pid} True\n"
         (server,) = psutil.Process(process.pid).children()
         assert server.name() == SERVER_NAME
-        process.communicate(timeout=60)
-    assert psutil.wait_procs([server], timeout=60)[1] == []
+        process.communicate(timeout=PATIENCE)
+    assert psutil.wait_procs([server], timeout=PATIENCE)[1] == []

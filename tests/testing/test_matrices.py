@@ -44,7 +44,7 @@ def test_few_cases_have_each_value_of_each_argument(sizes: tuple[int, ...]) -> N
     assert len(named) in covering([*named, named[0] | {"n0": "alone"}])
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_what_is_wide_does_not_depend_on_what_is_asked_for() -> None:
     """A case that is run by its name, or as one that failed, is as wide as among the others."""
     several = Path(__file__).parents[1] / "cli" / "test_kinds.py"
@@ -53,7 +53,7 @@ def test_what_is_wide_does_not_depend_on_what_is_asked_for() -> None:
     assert _wide_cases(f"{several}::{wide[0]}") == wide[:1]
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_the_parts_of_what_is_wide_are_all_of_it() -> None:
     """The number of a part goes on for ever: after as many runs as there are parts each case was run."""
     several = Path(__file__).parents[1] / "cli" / "test_kinds.py"

@@ -167,7 +167,7 @@ def test_the_fixtures_serve_a_users_own_test_suite(tmp_path: Path) -> None:
         "    engine.dispose()\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 passed" in result.stdout, result.stdout + result.stderr
     assert "outboxq: PostgreSQL" in result.stdout
 
@@ -379,11 +379,12 @@ def test_with_a_fixture(forgetful):
 """
 
 
+@pytest.mark.wide
 def test_a_helper_that_is_not_awaited_fails_its_test(tmp_path: Path) -> None:
     """Of the test, of its setup and of its teardown; what is awaited by a task is awaited."""
     (tmp_path / "test_mine.py").write_text(FORGOTTEN)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "3 failed, 2 passed, 1 error" in result.stdout, result.stdout + result.stderr
     assert "AssertionError: assert_enqueued(...): called with what is async, and not awaited" in result.stdout
     assert "AssertionError: drain(...): called with what is async, and not awaited" in result.stdout

@@ -45,6 +45,7 @@ def test_every_command_has_its_section() -> None:
         assert section_of(name).startswith("\n```text\n"), name
 
 
+@pytest.mark.wide
 def test_every_option_is_in_the_section_of_its_command_or_among_the_common_ones() -> None:
     """What a section leaves out, the table of common options has, with the name of the command."""
     table = PAGE.read_text().partition("## Common options\n")[2].partition("\n## ")[0]

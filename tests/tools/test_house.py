@@ -23,7 +23,7 @@ def test_assignments_are_found_by_the_name_or_the_type_of_their_object() -> None
     assert sorted(found) == ["jobs", "position", "queue", "together"]
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_the_package_is_measured_whole(capsys: pytest.CaptureFixture[str]) -> None:
     """Every line is counted once, every layer has some, and each way of a job is there."""
     assert main([]) == 0

@@ -203,6 +203,7 @@ def test_a_dead_letter_takes_the_key_of_an_expired_job(
     assert add(sessions).existing_id == dead.id
 
 
+@pytest.mark.large
 def test_a_unique_schedule_whose_jobs_expire_behind_a_paused_queue_runs_after_it(
     sessions: Sessions, engine: Engine, start_relay: StartRelay
 ) -> None:

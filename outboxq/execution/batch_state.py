@@ -207,6 +207,11 @@ class Running:
         """Record the time at which a job, or the jobs of one handler, begin to run."""
         self._began_at, self._ran_seconds = time.perf_counter(), None
 
+    def begin_together(self, jobs: int, timeout_seconds: float | None) -> None:
+        """Record that one call begins to run several leased jobs, with this deadline for the whole call."""
+        self.together, self.timeout_seconds = jobs, timeout_seconds
+        self.begin()
+
     def begin_deadline(self) -> None:
         """Set the handler's deadline to `timeout_seconds` from now; to None if no timeout is set."""
         self.deadline = None if self.timeout_seconds is None else time.monotonic() + self.timeout_seconds

@@ -536,7 +536,7 @@ class AsyncInvoker:
         The error is not raised here: a KeyboardInterrupt or SystemExit that leaves a task ends the event loop.
         """
         try:
-            if ctx.call is not None and ctx.call.is_cancelled:
+            if ctx.call is not None and ctx.call.is_cancelled and not ctx.call.goes_on:
                 # Cancelled before the task existed.
                 raise asyncio.CancelledError
             made = count_coroutines()

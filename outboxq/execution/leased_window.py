@@ -7,11 +7,11 @@ jobs run again, each in a window of its own.
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from outboxq.emitter import drop_tracebacks
-from outboxq.errors import SessionRefused
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.chain import follower_of
 from outboxq.execution.errors import Abandoned
 from outboxq.execution.families import ended_meanwhile
 from outboxq.execution.invoke import Args, AsyncInvoker, HandlerEnd, Run
@@ -19,9 +19,9 @@ from outboxq.execution.runtime import CancelledResult, Result, Runtime
 from outboxq.execution.settle import Settlement, settlement_of
 from outboxq.execution.surround import Surrounded
 from outboxq.fault_points import fault_point
-from outboxq.handlers.context import BatchItem
+from outboxq.handlers.context import NO_SESSION, BatchItem
 from outboxq.handlers.handler import BatchHandler
-from outboxq.job import Job
+from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import Discard, Done, Outcome
 
 # The parts of a handler's context, and its arguments.
@@ -37,21 +37,13 @@ class WindowEnd:
             statements of its own.
         alone: The jobs of a call that failed: each is to run again by itself, which shows the faulty one.
         handler: The batch handler.
+        seconds: The time that the call took, divided by the number of its jobs.
     """
 
     changes: Sequence[tuple[Job, Settlement | Result]]
     alone: Sequence[Job]
     handler: BatchHandler[Any, Any]
-
-
-class NoSession:
-    """The `ctx.session` of a batch handler in lease mode: any use raises `SessionRefused`."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise SessionRefused
-
-
-_NO_SESSION: Any = NoSession()
+    seconds: float
 
 
 class LeasedWindow:
@@ -60,9 +52,6 @@ class LeasedWindow:
     Args:
         batch: The jobs of the window.
     """
-
-    # Other runs of leased jobs borrow a connection; a window needs none.
-    lent = None
 
     def __init__(self, batch: BatchState, handler: BatchHandler[Any, Any], runtime: Runtime) -> None:
         self.batch = batch
@@ -89,14 +78,11 @@ class LeasedWindow:
         self._has_started = True
         if prepared is None:
             return None
-        return invoker.begin(self._handler.together, lambda: _NO_SESSION, *prepared, self._ended)
+        return invoker.begin(self._handler.together, lambda: NO_SESSION, *prepared, self._ended)
 
     def needs_connection(self) -> bool:
         """Return False: the dispatcher sends the statements that follow, such as adding the next job of a chain."""
         return False
-
-    def give_back(self, error: BaseException | None = None) -> None:
-        """Do nothing: a window borrows no connection."""
 
     def run(self) -> WindowEnd:
         """Call the handler, unless `start` did; return the results.
@@ -114,9 +100,10 @@ class LeasedWindow:
         alone = self._judge() if self._called else ()
         # From here on the relay cannot take the jobs away.
         self.batch.owner.begin_commit()
-        runtime = self._runtime
-        changes = [(job, settlement_of(job, result, runtime, seconds) or result) for job, result in self._results]
-        return WindowEnd(changes, alone, self._handler)
+        # An error's traceback may refer to this object: without the cycle both are freed at once.
+        results, self._results, runtime = self._results, [], self._runtime
+        changes = [(job, settlement_of(job, result, runtime, seconds) or result) for job, result in results]
+        return WindowEnd(changes, alone, self._handler, seconds)
 
     def _prepare(self) -> _Prepared | None:
         """Return the arguments of the call; None if no job is left to call the handler for.
@@ -126,8 +113,7 @@ class LeasedWindow:
         batch, running, handler, runtime = self.batch, self.batch.running, self._handler, self._runtime
         if batch.owner.is_seized:
             raise Abandoned("the relay has given the jobs back before their handler began")
-        running.timeout_seconds, running.together = handler.timeout_seconds, len(batch.jobs)
-        running.begin()
+        running.begin_together(len(batch.jobs), handler.timeout_seconds)
         items = list[BatchItem[Any]]()
         for job in batch.jobs:
             # The job may have waited for others of its claim.
@@ -136,6 +122,9 @@ class LeasedWindow:
                 self._results.append((job, ended))
                 continue
             try:
+                if THEN_HEADER in job.headers:
+                    # A next job that cannot be added must not be found after the handler's work is done.
+                    follower_of(job)
                 values = runtime.registry.signatures[job.kind].decode(job.args)
                 items.append(BatchItem(handler.arguments(**values), job))
             except BaseException as error:
@@ -146,7 +135,9 @@ class LeasedWindow:
         if not items:
             return None
         self._called = called = tuple(item.job for item in items)
-        run = Run(items[0].job, runtime.state, lambda: None, [], running.begin_call(called, runtime.notes))
+        call = running.begin_call(called, runtime.notes)
+        call.goes_on = True
+        run = Run(items[0].job, runtime.state, lambda: None, [], call)
         arounds = runtime.registry.arounds.get(handler.kind)
         fault_point("before-handler")
         running.begin_deadline()
@@ -155,7 +146,7 @@ class LeasedWindow:
 
     def _call(self, run: Run, args: Args) -> None:
         try:
-            returned = self._runtime.invoker.call(self._handler.together, lambda: _NO_SESSION, run, args)
+            returned = self._runtime.invoker.call(self._handler.together, lambda: NO_SESSION, run, args)
         except BaseException as error:  # noqa: BLE001  # judged by `_judge`
             self._ended.append((None, error))
         else:
@@ -175,8 +166,12 @@ class LeasedWindow:
         if error is None:
             try:
                 # An around that returned an outcome instead of calling the handler did so for all jobs.
-                made = returned if isinstance(returned, list) else None
-                outcomes = made or [self._handler.returned.outcome(returned)] * len(jobs)
+                is_list = isinstance(returned, list)
+                outcomes = (
+                    cast("list[Outcome]", returned)
+                    if is_list
+                    else [self._handler.returned.outcome(returned)] * len(jobs)
+                )
             except BaseException as raised:  # noqa: BLE001  # the text of users' objects may raise anything
                 error = raised
         if error is None:
@@ -184,8 +179,8 @@ class LeasedWindow:
             cancelled = runtime.orders.cancelled
             for job, outcome in zip(jobs, outcomes, strict=True):
                 # What is done stays done: the handler's work outside the database cannot be undone.
-                is_ended = job.id not in cancelled or isinstance(outcome, Done | Discard)
-                self._results.append((job, outcome if is_ended else CancelledResult()))
+                stays = job.id not in cancelled or isinstance(outcome, Done | Discard)
+                self._results.append((job, outcome if stays else CancelledResult()))
             return ()
         if not runtime.is_failure(error):
             raise error

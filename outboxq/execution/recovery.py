@@ -37,7 +37,8 @@ from outboxq.execution.find_outcome import (
 from outboxq.execution.runtime import Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
 from outboxq.execution.take_back import release, take_back_held, take_back_lost
-from outboxq.job import Job
+from outboxq.job import THEN_HEADER, Job
+from outboxq.outcomes import Done
 from outboxq.statements.group_claim import AnyScript
 from outboxq.statements.settle import postpone as postponed
 
@@ -225,6 +226,10 @@ def record_result(
         if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
             raise
         end_transaction(connection)
+        if isinstance(result, Done) and THEN_HEADER in job.headers:
+            # The next job of its chain is refused, and would be each time: an attempt is counted.
+            failed = runtime.describe(error, job)
+            return BatchReport(1, _settle_anew(connection, batch, job, failed, runtime, cleared))
         return postpone(connection, job, runtime, cleared)
 
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from itertools import chain
 
 import psycopg
 from sqlalchemy import Connection
@@ -50,22 +49,31 @@ def settle_aborted(
         return report
     if failed is not None:
         return record_result(connection, batch, batch.job, failed, runtime, batch.claimed_ids)
+    if batch.is_leased:
+        return _take_back(connection, batch, runtime, is_crash=is_crash)
     if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):
-        if batch.is_leased:
-            why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
-            taken = [take_back_lost(connection, job, runtime, why) for job in batch.jobs]
-            return BatchReport(len(taken), tuple(event for report in taken for event in report.events))
         # The claim's mark makes this job a suspect: the marks of the others are cleared.
         running = {job.id for job in batch.running_jobs}
         with connection.begin():
             clear_marks(connection, runtime.schema, [each for each in batch.claimed_ids if each not in running])
-    elif not batch.is_leased:
-        _clear_and_note(connection, batch, runtime)
     else:
-        interrupted = [(job, ErrorRecord(job.attempt, INTERRUPTED, _INTERRUPTED)) for job in batch.jobs]
-        events = (release(connection, job, record) or (JobInterrupted(job),) for job, record in interrupted)
-        return BatchReport(0, tuple(chain.from_iterable(events)))
+        _clear_and_note(connection, batch, runtime)
     return BatchReport(0, (JobInterrupted(batch.job),))
+
+
+def _take_back(connection: Connection, batch: BatchState, runtime: Runtime, *, is_crash: bool) -> BatchReport:
+    """Make the leased jobs of a batch wait again: as suspects after a crash, or if they were interrupted too often."""
+    events: tuple[Event, ...] = ()
+    charged = 0
+    for job in batch.jobs:
+        if is_crash or count_unfinished(job.errors) >= FREE_INTERRUPTIONS:
+            why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
+            report = take_back_lost(connection, job, runtime, why)
+            events, charged = events + report.events, charged + report.claimed
+        else:
+            record = ErrorRecord(job.attempt, INTERRUPTED, _INTERRUPTED)
+            events += release(connection, job, record) or (JobInterrupted(job),)
+    return BatchReport(charged, events)
 
 
 def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
@@ -100,8 +108,11 @@ def give_back(connection: Connection, batches: Sequence[BatchState], runtime: Ru
     """
     events: tuple[Event, ...] = ()
     settlements = []
+    begun = {job.id for batch in batches if batch.running.call is not None for job in batch.jobs}
     for job in (job for batch in batches for job in batch.jobs):
-        if count_unfinished(job.errors) >= FREE_INTERRUPTIONS:
+        if job.id not in begun:
+            settlements.append(Settlement(PutBack(job=job, attempt=job.attempt - 1), None))
+        elif count_unfinished(job.errors) >= FREE_INTERRUPTIONS:
             events += take_back_lost(connection, job, runtime, _INTERRUPTED).events
         else:
             record = ErrorRecord(job.attempt, INTERRUPTED, _INTERRUPTED).as_json()
@@ -118,7 +129,7 @@ def give_back(connection: Connection, batches: Sequence[BatchState], runtime: Ru
         settled = many.read(answer)
         gone = {settlement.job.id for settlement in settled.held}
         gone |= {event.job.id for event in settled.events if isinstance(event, JobLeaseLost)}
-        back_again = (each.job for each in settlements if each.job.id not in gone)
+        back_again = (each.job for each in settlements if each.job.id in begun - gone)
         events += (*settled.events, *map(JobInterrupted, back_again))
     return events
 

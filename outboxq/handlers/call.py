@@ -21,6 +21,7 @@ class HandlerCall:
         has_noted: True if the handler has reported progress.
         is_cancelled: True if one of the jobs was cancelled, so that the handler should end. Read without a lock.
         is_over: True if the handler has ended, and the connection belongs to the relay again.
+        goes_on: True if a cancellation of a job only sets `is_cancelled`, because the handler's work cannot be undone.
     """
 
     jobs: Sequence[Job]
@@ -29,6 +30,7 @@ class HandlerCall:
     has_noted: bool = False
     is_cancelled: bool = False
     is_over: bool = False
+    goes_on: bool = False
 
     def note(self, job: Job, fraction: float, note: str) -> None:
         """Pass the progress of one of the jobs to `notes`, to be written soon. Does nothing if `notes` is None."""

@@ -4,14 +4,14 @@ import functools
 import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 import msgspec
 from typing_extensions import TypeVar
 
 from outboxq.database.sessions import plain_session
 from outboxq.effects.api import AsyncCallsOnce, CallsOnce, EffectAccess, HasEffectAccess
-from outboxq.errors import EffectRefused
+from outboxq.errors import EffectRefused, SessionRefused
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.deferred import Write, checked_write, defer
 from outboxq.handlers.progress import checked_note
@@ -186,12 +186,35 @@ class BatchItem(Generic[T]):
     job: Job
 
 
+class NoSession:
+    """The `ctx.session` of a batch handler in lease mode: any use raises `SessionRefused`."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise SessionRefused
+
+    def __enter__(self) -> NoReturn:
+        raise SessionRefused
+
+    def __exit__(self, *error: object) -> None: ...
+
+    async def __aenter__(self) -> NoReturn:
+        raise SessionRefused
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+
+NO_SESSION: Any = NoSession()
+
+
 @dataclass(frozen=True)
 class BatchContext(Generic[S]):
     """The first argument of a sync batch handler.
 
     `session` writes in the transaction that removed the jobs: its rows and the removal of the jobs are committed
-    together, or not at all. `jobs` are the jobs of the items, in their order.
+    together, or not at all. In lease mode there is no such transaction, and any use of `session` raises
+    `SessionRefused`. `jobs` are the jobs of the items, in their order.
     """
 
     state: S
@@ -201,7 +224,11 @@ class BatchContext(Generic[S]):
 
     @property
     def cancelled(self) -> bool:
-        """True if one of the jobs was cancelled: return or raise soon; the others run again, each by itself."""
+        """True if one of the jobs was cancelled.
+
+        Return or raise soon: the others run again, each by itself. In lease mode the call goes on, and the outcomes
+        that it returns count for all jobs; the cancelled one ends as cancelled unless its outcome is done.
+        """
         return self.call is not None and self.call.is_cancelled
 
 
@@ -216,5 +243,5 @@ class AsyncBatchContext(Generic[S]):
 
     @property
     def cancelled(self) -> bool:
-        """True if one of the jobs was cancelled, as in `BatchContext`; the handler's task is cancelled too."""
+        """True if one of the jobs was cancelled, as in `BatchContext`; in transaction mode the task is cancelled."""
         return self.call is not None and self.call.is_cancelled

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_t
 
 from outboxq.codec.parameters import Signature, build_signature
 from outboxq.errors import RegistryError
-from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
+from outboxq.handlers.context import NO_SESSION, AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
 from outboxq.handlers.function import PLAIN, check_context, check_function, naming, receives_batches
 from outboxq.handlers.options import ClaimMode, HandlerOptions, Messages, check_text
 from outboxq.handlers.returned import Returned
@@ -148,8 +148,10 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         options: HandlerOptions,
     ) -> None:
         outcomes = Returned(kind).outcomes
+        has_session = options.claim == "transaction"
         one = _called_as(
             function,
+            has_session,
             lambda job, values: [BatchItem(arguments.type(**values), job)],
             lambda returned, count: outcomes(returned, count)[0],
         )
@@ -157,7 +159,7 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         self.arguments = arguments.type
         self.max_size = options.max_size
         # Called with the jobs of a batch together, as `items`; never registered.
-        together = _called_as(function, lambda _job, values: values["items"], outcomes)
+        together = _called_as(function, has_session, lambda _job, values: values["items"], outcomes)
         self.together: AnyHandler = Handler(together, kind, options)
         self._called = function
         self._declared = arguments
@@ -276,6 +278,7 @@ class BatchHandlerDecorator(Generic[P, T]):
 
 def _called_as(
     function: Callable[..., Any],
+    has_session: bool,
     items_of: Callable[[Job, dict[str, Any]], Sequence[BatchItem[Any]]],
     outcome_of: Callable[[object, int], object],
 ) -> Callable[..., Any]:
@@ -289,7 +292,8 @@ def _called_as(
         @functools.wraps(function)
         async def run_async(ctx: AsyncContext[Any], /, **values: Any) -> object:
             items = items_of(ctx.job, values)
-            given = AsyncBatchContext(ctx.state, ctx.session, tuple(item.job for item in items), ctx.call)
+            session = ctx.session if has_session else NO_SESSION
+            given = AsyncBatchContext(ctx.state, session, tuple(item.job for item in items), ctx.call)
             return outcome_of(await function(given, items), len(items))
 
         return run_async
@@ -297,7 +301,8 @@ def _called_as(
     @functools.wraps(function)
     def run(ctx: Context[Any], /, **values: Any) -> object:
         items = items_of(ctx.job, values)
-        given = BatchContext(ctx.state, ctx.session, tuple(item.job for item in items), ctx.call)
+        session = ctx.session if has_session else NO_SESSION
+        given = BatchContext(ctx.state, session, tuple(item.job for item in items), ctx.call)
         return outcome_of(function(given, items), len(items))
 
     return run

@@ -147,7 +147,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     def batch_handler(
         self, arguments: Callable[P, T], *, max_size: int = DEFAULT_MAX_SIZE, **options: Unpack[CommonOptions]
     ) -> BatchHandlerDecorator[P, T]:
-        """Register a handler that receives many jobs at a time: for set-based SQL.
+        """Register a handler that receives many jobs at a time: for set-based SQL, or in lease mode for a service.
 
         The handler returns None if all jobs are done, or an outcome for each, in their order; rows that it wrote for
         jobs that are not done stay. If it raises, all of its rows are undone, and it is called for each job alone.

@@ -104,8 +104,8 @@ class DeadlineEnforcer:
             if call is not None and cancelled and not call.is_over and any(job.id in cancelled for job in call.jobs):
                 # First, because from here on the handler's end does not count as a success.
                 call.is_cancelled = True
-                if batch.is_leased and len(call.jobs) > 1:
-                    # The handler of several leased jobs sees it, and says which are done: none of its work is undone.
+                if call.goes_on:
+                    # The handler's outcomes say which of its jobs are done.
                     continue
                 runner.watch.cancel(call)
                 self._start(runner, partial(self._end_cancelled, runner, batch, call))

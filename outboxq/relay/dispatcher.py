@@ -1,4 +1,4 @@
-"""The dispatcher: claims jobs in lease mode for free slots, starts a call for each job, and writes the outcomes.
+"""The dispatcher: claims jobs in lease mode for free slots, starts their calls, and writes the outcomes.
 
 In lease mode the relay's lease protects a job while it runs, without an open transaction. A dispatcher has a connection
 only while it has something to send, and it sends several statements as one string, in one round trip. Outcomes of calls
@@ -8,12 +8,14 @@ for the slots that are free by then. Thus many calls share a round trip, and a s
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -26,7 +28,7 @@ from outboxq.database.driver import ANY_SERVER, Answer, Script, end_transaction,
 from outboxq.database.errors import READ_ONLY, sqlstate_of
 from outboxq.events import Event, JobsParked
 from outboxq.execution.aside import describe, say_of_job
-from outboxq.execution.batch_state import BatchReport, BatchState, Ended
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended, Running
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.commit import send_left
 from outboxq.execution.errors import ConnectionLost
@@ -190,8 +192,9 @@ class Dispatcher:
         self._held_until = 0.0
         # A claim that was sent, and whose jobs have not all been started.
         self._doubt: ClaimRequest | None = None
-        # Those of `calls` that wait for a slot.
+        # Those of `calls` that wait for a slot. The lock is held while calls get or leave slots, in any thread.
         self._waiting: deque[Call] = deque()
+        self._slots_lock = threading.Lock()
         # The jobs of calls that were cut off.
         self._cut: set[tuple[str, int]] = set()
         # True from a claim that took jobs until a round that found none.
@@ -210,7 +213,7 @@ class Dispatcher:
     @property
     def busy(self) -> int:
         """The number of slots in which a call runs."""
-        return min(len(self.calls), self.slots)
+        return len(self.calls) - len(self._waiting)
 
     def goes_on(self) -> bool:
         """Return True while the dispatcher's loop must run.
@@ -360,22 +363,18 @@ class Dispatcher:
     def receive_window(self, call: Call, end: WindowEnd) -> None:
         """Receive the results of a window, and make a call for each of its jobs that is to run again alone.
 
-        These calls wait for a slot; the window's own is free next.
+        These calls wait for free slots, such as the window's own, which is free next.
         """
-        self._ended.extend(_Outcome(_part_of(call.batch, (job,)), change) for job, change in end.changes)
-        alone = [self._call_of(call.batch, [job], end.handler) for job in end.alone]
+        for job, change in end.changes:
+            self._ended.append(_Outcome(_part_of(call.batch, (job,), end.seconds), change))
         # Before the window's call leaves `calls`: the relay's lease must know each job at any time.
-        self.calls.update(alone)
-        self._waiting.extend(alone)
+        self._fill([self._call_of(call.batch, [job], end.handler) for job in end.alone])
 
     def receive_end(self, call: Call) -> None:
         """Free the slot of a call that has ended, and wake the dispatcher, which may claim another job for it."""
         if self._cut:
             self._cut -= _keys(call.batch)
-        self.calls.discard(call)
-        self._start_waiting()
-        self._has_freed = True
-        self._wake()
+        self._leave(call)
 
     # Rounds.
 
@@ -421,7 +420,7 @@ class Dispatcher:
         return self._may_wait or is_turn or self.state.until_empty or self.sleep.has_work()
 
     def _may_claim(self) -> bool:
-        return len(self.calls) < self.slots and not self.state.stopping.is_set() and not self.is_abandoned
+        return self.busy < self.slots and not self.state.stopping.is_set() and not self.is_abandoned
 
     def _room(self) -> tuple[int, bool]:
         """Return the number of jobs to claim now, and True if only suspects are to be claimed.
@@ -437,17 +436,17 @@ class Dispatcher:
             # Another group's suspects may be running.
             is_free = (seconds := quarantine.taken_seconds()) is None or seconds >= _ALONE_SECONDS
             # At most half of the slots, so that their calls run while the next string is executed.
-            return (min(self.slots - len(self.calls), (self.slots + 1) // 2) if is_free else 0), False
+            return (min(self.slots - self.busy, (self.slots + 1) // 2) if is_free else 0), False
         is_over = now >= self._turn_until
         if any(call.is_suspect for call in self.calls.copy()):
-            return (self.slots - len(self.calls) if is_over else 0), False
+            return (self.slots - self.busy if is_over else 0), False
         if self.calls and not is_over:
             return 0, False
         if not is_over:
             # They are alone. Otherwise this turn no longer waits, and other calls start beside them.
             self._turn_until = now + _ALONE_SECONDS
             quarantine.renew(self)
-        return min(self.slots - len(self.calls), _MOST_IN_COMPANY), True
+        return min(self.slots - self.busy, _MOST_IN_COMPANY), True
 
     def _knows_suspects(self) -> bool:
         known, is_held = self.state.quarantine.known_in(self.queues), self.state.poller.is_held
@@ -511,6 +510,8 @@ class Dispatcher:
                     batch = outcome.batch
                     report = record_result(connection, batch, batch.job, outcome.change, runtime)
                     outcome.is_sent = False
+                    # There is no notification for the next job of a group.
+                    self._is_called |= batch.job.group_key is not None
                     self._publish(report, {batch.queue})
         except BaseException:
             left = [outcome for outcome in self._sent if outcome.is_sent]
@@ -720,7 +721,7 @@ class Dispatcher:
         """
         fault_point("after-claim")
         batch = BatchState(claimed, claimed.jobs)
-        handlers, windows = decide(connection, batch, runtime), dict[str, list[Job]]()
+        handlers, windows = decide(connection, batch, runtime), dict[BatchHandler[Any, Any], list[Job]]()
         events = tuple(event for event in batch.of_claim if not isinstance(event, JobsParked))
         if events:
             self.state.publish(BatchReport(0, events))
@@ -733,46 +734,59 @@ class Dispatcher:
                 continue
             assert handler is not None, "jobs of unknown kinds are decided"
             if isinstance(handler, BatchHandler):
-                windows.setdefault(job.kind, []).append(job)
+                windows.setdefault(handler, []).append(job)
             else:
                 calls.append(self._call_of(batch, [job], handler))
-        for kind, jobs in windows.items():
-            handler = handlers[kind]
-            assert isinstance(handler, BatchHandler)
-            for first in range(0, len(jobs), handler.max_size):
-                calls.append(self._call_of(batch, jobs[first : first + handler.max_size], handler))
-        self._start_all(calls)
+        for handler, jobs in windows.items():
+            # One of several suspects may end the process, or hang: a call each shows which.
+            size = 1 if claimed.request.sort.is_suspect else handler.max_size
+            for first in range(0, len(jobs), size):
+                calls.append(self._call_of(batch, jobs[first : first + size], handler))
+        if self._loop is None:
+            self._fill(calls)
+        # While the next string is executed, if there is one, so that the server need not wait.
+        else:
+            self._fill(calls, _start_now if self.sleep.is_asleep else self._loop.call_soon)
         self._doubt = None
 
     def _call_of(self, batch: BatchState, jobs: Sequence[Job], handler: AnyHandler) -> Call:
-        """Make the call of a handler for jobs of a claim; the call has a slot, or waits for one."""
+        """Make the call of a handler for jobs of a claim."""
         of_call = _part_of(batch, jobs)
         if self._loop is None:
             return Call(self, of_call, handler)
         return TaskCall(self, of_call, handler, self._loop)
 
-    def _start_all(self, calls: Sequence[Call]) -> None:
-        """Start calls in the free slots; the others wait for a slot, as if a claim had jobs of two batch handlers."""
-        free = max(0, self.slots - len(self.calls))
-        self.calls.update(calls)
-        self._waiting.extend(calls[free:])
-        if self._loop is None:
-            for call in calls[:free]:
-                self._threads.start(call)
-        elif self.sleep.is_asleep:
-            _start_tasks(calls[:free])
-        else:
-            # While the next string is executed, if there is one, so that the server need not wait.
-            self._loop.call_soon(_start_tasks, calls[:free])
+    def _fill(self, added: Sequence[Call] = (), schedule: Callable[..., object] | None = None) -> None:
+        """Start calls that wait, and `added` ones, in the free slots. Called in any thread.
 
-    def _start_waiting(self) -> None:
-        """Start a call that waits for a slot, if there is one, because a slot is free. Called from any thread."""
-        with suppress(IndexError):
-            call = self._waiting.popleft()
-            if self._loop is None:
+        Args:
+            schedule: Runs a function in the event loop; by default from another thread.
+        """
+        with self._slots_lock:
+            self.calls.update(added)
+            self._waiting.extend(added)
+            free = max(0, self.slots - self.busy)
+            starting = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        if self._loop is None:
+            for call in starting:
                 self._threads.start(call)
-            else:
-                self._loop.call_soon_threadsafe(_start_tasks, (call,))
+        elif starting:
+            (schedule or self._loop.call_soon_threadsafe)(_start_tasks, starting)
+
+    def _leave(self, call: Call) -> None:
+        """Free the slot of a call that has ended or was cut off, for one that waits, and wake the dispatcher."""
+        with self._slots_lock:
+            self.calls.discard(call)
+            # The relay may take away a call that has not begun.
+            with suppress(ValueError):
+                self._waiting.remove(call)
+        self._fill()
+        self._has_freed = True
+        self._wake()
+
+    def waits(self, call: Call) -> bool:
+        """Return True if a call waits for a slot."""
+        return call in self._waiting
 
     def _awake(self) -> None:
         """Record that the dispatcher is awake, if it slept until a claim took jobs.
@@ -847,11 +861,9 @@ class Dispatcher:
 
     def cut_off(self, call: Call) -> None:
         """Free the slot of a call from which the relay has taken the job away, although its handler may still run."""
-        self._cut |= _keys(call.batch)
-        self.calls.discard(call)
-        self._start_waiting()
-        self._has_freed = True
-        self._wake()
+        if call.is_alive():
+            self._cut |= _keys(call.batch)
+            self._leave(call)
 
     def _known(self) -> set[tuple[str, int]]:
         # In the order in which jobs move between these, because the lease's thread also calls this.
@@ -874,10 +886,19 @@ def _start_tasks(tasks: Sequence[Call]) -> None:
         task.start()
 
 
-def _part_of(batch: BatchState, jobs: Sequence[Job]) -> BatchState:
-    """Return the state of some jobs of a claim, which run, and are settled, apart from the others."""
+def _start_now(start: Callable[[Sequence[Call]], None], tasks: Sequence[Call]) -> None:
+    start(tasks)
+
+
+def _part_of(batch: BatchState, jobs: Sequence[Job], seconds: float = 0.0) -> BatchState:
+    """Return the state of some jobs of a claim, which run, and are settled, apart from the others.
+
+    Args:
+        seconds: The time for which a job has run, if it has.
+    """
     stands_for = {job.id: batch.stands_for[job.id] for job in jobs if job.id in batch.stands_for}
-    return BatchState(batch.claimed, tuple(jobs), stands_for=stands_for, expires=batch.expires)
+    running = Running(_ran_seconds=seconds)
+    return BatchState(batch.claimed, tuple(jobs), stands_for=stands_for, running=running, expires=batch.expires)
 
 
 def _rows_of(step: Step, answer: Answer) -> Sequence[Event]:

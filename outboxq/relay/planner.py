@@ -14,7 +14,7 @@ from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.relay.admission import Query, SlotAdmission
 from outboxq.relay.poller import SORTS, Order
-from outboxq.relay.queue_claims import ClaimsOfQueue, QueueClaims, cursors_of
+from outboxq.relay.queue_claims import QueueClaims, cursors_of
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import Sort
 
@@ -25,7 +25,7 @@ Asked: TypeAlias = ClaimRequest | Query
 _WALK_SHARE = 0.05
 _LEAST_SHARE_SECONDS = 0.01
 _NO_LIMIT = 1_000_000
-# The most jobs of a claim under the lease; each of them runs in a slot of its own.
+# The most jobs of a claim under the lease, if each of them runs in a slot of its own.
 _MOST_LEASED = 200
 
 
@@ -183,7 +183,7 @@ class Planner:
         while True:
             if self._state.flow.restricts:
                 claims = self._claims.of(name)
-                most = self._most_of(claims, sort)
+                most = claims.most(sort, self._free)
                 yield from self._admission.reserve(name, 1 if self._alone_for else most)
             request = self._ask(name, sort)
             if request is None:
@@ -204,7 +204,7 @@ class Planner:
         """
         claims, state = self._claims.of(name), self._state
         script = claims.scripts[sort]
-        limit = 1 if self._alone_for or sort in claims.by_one else min(self._most, self._most_of(claims, sort))
+        limit = 1 if self._alone_for or sort in claims.by_one else min(self._most, claims.most(sort, self._free))
         if state.flow.restricts and not (limit := self._admission.take(name, limit)):
             return None
         return ClaimRequest(
@@ -218,13 +218,6 @@ class Planner:
             self._server,
             state.clock,
         )
-
-    def _most_of(self, claims: ClaimsOfQueue, sort: Sort) -> int:
-        """Return the most jobs of a claim: those of a batch, or in lease mode one for each free slot, or a window."""
-        if not claims.scripts[sort].leased:
-            return claims.batch_size
-        # A suspect runs alone, or with few others, so that another crash affects few.
-        return self._free if claims.window is None or sort.is_suspect else claims.window
 
     def record_claim(self, claimed: Claimed, *, is_called: bool) -> bool:
         """Record a claim's result. Returns True if another slot should be woken, because the claim may have left jobs.

@@ -56,6 +56,13 @@ class ClaimsOfQueue:
     batch_size: int
     window: int | None
 
+    def most(self, sort: Sort, free: int) -> int:
+        """Return the most jobs of a claim: a batch, or in lease mode a window, or one for each of the `free` slots."""
+        if not self.scripts[sort].leased:
+            return self.batch_size
+        # A suspect runs alone, or with few others, so that another crash affects few.
+        return free if self.window is None or sort.is_suspect else self.window
+
 
 @dataclass(eq=False, slots=True)
 class QueueClaims:

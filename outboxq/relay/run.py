@@ -298,7 +298,8 @@ class RelayRun:
         free, connections = Counter(dict.fromkeys(leased, 0)), Counter[str]()
         for each in dispatchers:
             for call in each.calls.copy():
-                calls[call.queue, "waiting" if call.is_waiting else "running"] += 1
+                state_of_jobs = "waiting" if call.is_waiting or each.waits(call) else "running"
+                calls[call.queue, state_of_jobs] += len(call.batch.jobs)
             for name in each.queues:
                 free[name] += each.slots - each.busy
             used = each.connections.used
@@ -576,6 +577,10 @@ class RelayRun:
         # Jobs that are being put back are no orphans.
         self._is_aborting = True
         self._abandoned = self._deadlines.abort(late)
+        # A window that failed in this moment has made a call for each of its jobs.
+        while rest := [call for call in self._calls() if not (call in late or call.has_failed)]:
+            self._abandoned += self._deadlines.abort([*rest])
+            late += rest
         for runner in late:
             runner.abandon()
         ends_at = time.monotonic() + _SETTLE_SECONDS

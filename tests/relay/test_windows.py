@@ -1,6 +1,7 @@
 """Windows: the jobs of a claim in lease mode that one call of a batch handler runs, outside any transaction."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from outboxq.events import (
     JobSnoozed,
 )
 from outboxq.relay.limits import RelayLimits
+from outboxq.statements.lease import RELAY_DIED
 from tests.conftest import StartRelay
 from tests.support.app import Account
 from tests.support.calls import Gate, config, rows
@@ -363,7 +365,8 @@ def test_a_relay_that_does_not_wait_for_a_window_gives_all_its_jobs_back(
     finally:
         gate.open()
     assert sorted(rows(engine)) == [(name, "ready", 0, 0) for name in "abc"]
-    assert names_of(relay.events, JobInterrupted) == list("abc")
+    # The others had not begun.
+    assert names_of(relay.events, JobInterrupted) == windows.calls[1]
 
 
 @FLAVOURS
@@ -460,3 +463,73 @@ def test_an_around_gets_all_jobs_and_its_outcome_is_that_of_each(engine: Engine,
     windows.enqueue(engine, *"abc")
     events = drain(windows.jobs)
     assert (windows.calls, seen, names_of(events, JobSnoozed)) == ([], [3], list("abc"))
+
+
+def test_a_call_that_is_cut_off_frees_its_slot_once(engine: Engine, start_relay: StartRelay, gate: Gate) -> None:
+    """Also when its thread ends at last: no more calls run than there are slots."""
+    running, most, lock = 0, 0, threading.Lock()
+    hangs = Gate()
+
+    def act(ctx: Any, names: list[str]) -> None:
+        nonlocal running, most
+        if len(names) > 1:
+            raise ValueError
+        if names == ["a"]:
+            hangs.wait()
+            return
+        with lock:
+            running += 1
+            most = max(most, running)
+        gate.wait()
+        with lock:
+            running -= 1
+
+    windows = Windows("sync", act, timeout_seconds=0.3)
+    windows.enqueue(engine, *"abcd")
+    limits = RelayLimits(cut_after_seconds=0.1)
+    with start_relay(windows.jobs, config(1, drain_seconds=30), limits=limits) as relay:
+        try:
+            wait_until(lambda: ["b"] in windows.calls, "the next call in the slot of the one that was cut off")
+            hangs.open()
+            wait_until(lambda: relay.of(JobRetried), "the charge")
+        finally:
+            hangs.open()
+            gate.open()
+        wait_until(lambda: len(relay.of(JobDone)) == 3, "the others")
+    assert most == 1
+
+
+@FLAVOURS
+def test_the_suspects_of_a_hanging_window_have_a_call_each(
+    engine: Engine, start_relay: StartRelay, gate: Gate, flavour: str
+) -> None:
+    """With several slots too; else the one that hangs would take the others along again."""
+    windows = Windows(flavour, max_size=10)
+    add_suspects_of(engine, windows, *"abcdef")
+    with start_relay(windows.jobs, config(8)) as relay:
+        wait_until(lambda: len(relay.of(JobDone)) == 6, "all")
+    assert sorted(windows.calls) == [[name] for name in "abcdef"]
+
+
+@FLAVOURS
+def test_a_next_job_that_cannot_be_added_fails_its_own_alone(engine: Engine, drain: Drain, flavour: str) -> None:
+    """Before the handler is called for it: the others are done, and their next jobs are added."""
+    windows = Windows(flavour)
+    with OutboxSession(engine) as session, session.begin():
+        session.add_jobs([windows.kind.job(name=name).then(windows.kind.job(name=f"after {name}")) for name in "ab"])
+        session.flush()
+        broken = """UPDATE outboxq.job SET headers = headers || '{"outboxq.then": "[]"}' WHERE args->>'name' = 'a'"""
+        session.execute(text(broken))
+    events = drain(windows.jobs)
+    assert windows.calls == [["b"], ["after b"]]
+    assert names_of(events, JobDone) == ["after b", "b"]
+    assert sum(isinstance(event, JobRetried | JobDied) for event in events) == 1
+
+
+def add_suspects_of(engine: Engine, windows: Windows, *names: str) -> None:
+    """As jobs that a relay left when it died."""
+    errors = json.dumps([{"type": RELAY_DIED, "message": "its relay died"}])
+    windows.enqueue(engine, *names)
+    with engine.begin() as connection:
+        change = "UPDATE outboxq.job SET state = 'suspect', errors = CAST(:errors AS jsonb)"
+        connection.execute(text(change), {"errors": errors})

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,17 @@ from sqlalchemy import Engine, create_engine, make_url, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
-from outboxq import AsyncContext, AsyncOutboxSession, Backoff, Context, Jobs, OutboxSession, external
+from outboxq import (
+    AsyncContext,
+    AsyncOutboxSession,
+    Backoff,
+    BatchContext,
+    BatchItem,
+    Context,
+    Jobs,
+    OutboxSession,
+    external,
+)
 from outboxq.errors import ConfigError
 from outboxq.events import JobDied, JobRetried, JobsParked
 from outboxq.postgres import Database
@@ -69,6 +80,23 @@ def test_drain_runs_jobs_inside_the_tests_own_transaction(engine: Engine, sessio
     assert names(session) == ["a", "b"]
     with Session(engine) as elsewhere:
         assert names(elsewhere) == []
+
+
+def test_a_batch_handler_in_lease_mode_has_no_session_in_a_drain_either(session: OutboxSession) -> None:
+    """A test fails where a relay would fail."""
+    jobs = Jobs()
+
+    @dataclass
+    class Named:
+        name: str
+
+    @jobs.batch_handler(Named, claim="lease", retry=Backoff(max_attempts=1))
+    def write(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        ctx.session.add(Effect(name=items[0].args.name))
+
+    session.add_job(write, name="a")
+    with pytest.raises(AssertionError, match="SessionRefused"):
+        drain(session, jobs)
 
 
 def test_drain_runs_each_job_of_a_key(session: OutboxSession) -> None:

@@ -43,7 +43,12 @@ RELAY = _by_name(
         Family("outboxq_claim_seconds", "histogram", "The round trips of claims that took jobs.", _QUEUE),
         Family("outboxq_slots", "gauge", "Slots that have jobs, look for some, or sleep.", ("state",)),
         Family("outboxq_running_jobs", "gauge", "Jobs that slots have claimed at this moment.", _QUEUE),
-        Family("outboxq_calls", "gauge", "Jobs in lease mode that wait for a connection, or run.", ("queue", "state")),
+        Family(
+            "outboxq_calls",
+            "gauge",
+            "Jobs in lease mode that wait for a connection or a slot, or run.",
+            ("queue", "state"),
+        ),
         Family("outboxq_free_call_slots", "gauge", "Free slots in lease mode that serve the queue, or others.", _QUEUE),
         Family("outboxq_call_connections", "gauge", "Connections that jobs in lease mode share.", ("state",)),
         Family("outboxq_parked_jobs_total", "counter", "Jobs put off because the relay does not know them.", _QUEUE),

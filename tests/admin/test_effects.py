@@ -271,6 +271,7 @@ def test_a_caller_that_wakes_afterwards_cannot_record(
     assert row_of(engine) == settled
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("lies", "said"),
     [
@@ -316,6 +317,7 @@ def test_two_operators_do_not_overrule_each_other(engine: Engine) -> None:
     assert shown(engine).result == "1"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "result",
     ["hunter2", "", "{'id': 1}", "NaN", '"hunter2\\u0000"', "\udc80", '"\\ud800"', "[" * 100_000, "1e999999", "1 2"],

@@ -540,6 +540,7 @@ def limited(request: pytest.FixtureRequest, engine: Engine) -> Callable[..., Job
     return limit
 
 
+@pytest.mark.wide
 def test_a_full_limit_is_named(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
@@ -612,6 +613,7 @@ def test_a_session_that_holds_a_group_is_named(
         wait_until(lambda: codes(of_job(engine, job_id)) == ["not-found"], "the job to be done")
 
 
+@pytest.mark.wide
 def test_a_rate_is_named_with_the_time_of_the_next_job(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, limited: Callable[..., Jobs]
 ) -> None:
@@ -760,6 +762,7 @@ def test_what_takes_too_long_is_not_known(outboxq_database: Database, engine: En
     assert "snapshot-pinned-by-session" in found.verdict.advice
 
 
+@pytest.mark.wide
 def test_a_reader_learns_all_that_the_owner_does(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], roles: Cast
 ) -> None:

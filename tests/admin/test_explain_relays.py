@@ -164,6 +164,7 @@ def write(ctx: Context) -> None:
     gates["here"].pass_through()
 
 
+@pytest.mark.wide
 def test_a_job_whose_handler_waits_for_a_connection_is_said_to(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
 ) -> None:

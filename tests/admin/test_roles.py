@@ -529,6 +529,7 @@ def test_without_tables_the_sql_says_what_to_run(outboxq_server: Server) -> None
         assert connection.execute("SELECT FROM pg_roles WHERE rolname = %s", (name,)).fetchone() is None
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "options",
     [

@@ -73,7 +73,7 @@ def look(connection: Connection, job_id: UUID, most: int) -> tuple[object, ...]:
     return tuple(run_script(connection, script)[0])
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_among_many_jobs_a_look_reads_its_neighbours(engine: Engine) -> None:
     """By the index of the claims, on both sides: no sequential scan, no sort, nothing compiled."""
     fill(engine, "mail", "ready", 300_000)

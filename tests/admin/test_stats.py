@@ -34,6 +34,7 @@ def without_ages(found: Stats) -> Stats:
     )
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("fill", ["staged", "every state", "nothing"])
 def test_the_first_jobs_of_each_queue_are_counted_as_all_are(engine: Engine, fill: str) -> None:
     """In every state, with those that a transaction holds, the parked kinds, the dead and the paused."""
@@ -110,7 +111,7 @@ def long(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_no_look_reads_a_long_table_as_a_whole(long: Engine) -> None:
     """Each statement follows an index, and reads no more than what is counted."""
     with long.connect() as connection:

@@ -142,7 +142,7 @@ def filled(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_short_stretches_find_what_one_long_stretch_finds(filled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each list, count and page of ids, with rows that share their time; and no more statements than it takes."""
     with filled.connect() as connection:
@@ -155,6 +155,7 @@ def test_short_stretches_find_what_one_long_stretch_finds(filled: Engine, monkey
     assert {len(at_once[name]) for name in ("jobs", "dead letters", "finished jobs", "effects")} == {ROWS}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("blocks", [1, 7])
 def test_lists_of_rare_rows_are_the_same_by_blocks_and_by_index(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, blocks: int

@@ -42,7 +42,7 @@ def test_slots_that_this_version_does_not_have_cost_a_line_and_no_run(bench, mea
     assert all(isinstance(line, Unsupported) and "got 1000000" in line.reason for line in lines)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("measure", [leases.waits, leases.waits_in_threads])
 def test_calls_that_wait_together_are_measured_with_what_they_hold(bench, measure) -> None:
     """About as long as one call takes, or longer; connections, memory and processor time beside it."""

@@ -82,7 +82,7 @@ def test_a_failing_script_is_no_figure(bench) -> None:
         run_pgbench(bench.pgbench, workbench.url, "SELECT FROM no_such_table;", clients=1, transactions=1)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_drain_is_believed_only_if_the_accounts_agree(bench) -> None:
     """Handlers that run and write nothing where they should are not taken for fast ones."""
     with bench.database() as workbench:

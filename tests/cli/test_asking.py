@@ -48,6 +48,7 @@ def test_more_than_a_hundred_are_asked_about(noun: str, outboxq_database: Databa
     assert left(engine, noun) == 0
 
 
+@pytest.mark.first_and_last
 @EVERY_COMMAND
 def test_a_hundred_are_not_asked_about(noun: str, outboxq_database: Database, engine: Engine) -> None:
     """A filter that finds few is the operator's word."""

@@ -137,7 +137,7 @@ def test_if_the_answer_to_the_first_commit_is_lost_the_id_is_told(
         assert count(engine, "job") == 0
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_every_changing_command_says_who_and_why(
     outboxq_database: Database, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +216,7 @@ def test_an_operator_deletes_nothing_from_the_audit(roles: Cast, engine: Engine)
     assert audited(engine) == []
 
 
+@pytest.mark.wide
 def test_every_command_that_mends_asks_why() -> None:
     """None that changes something was forgotten."""
     mends = _Root.sections["Mend"]

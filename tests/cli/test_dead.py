@@ -103,6 +103,7 @@ def test_show_of_an_unknown_id_ends_with_1(outboxq_database: Database, dead: dic
     assert f"outboxq dead show {dead['one'].id}" in moved.stderr
 
 
+@pytest.mark.wide
 def test_retry_by_id_starts_over_and_keeps_the_errors(
     outboxq_database: Database, engine: Engine, dead: dict[str, JobHandle], drain: Callable[..., list[Event]]
 ) -> None:

@@ -50,6 +50,7 @@ def listed(url: str, *options: str) -> list[str]:
     return [job["id"] for job in call("done", "list", *options, "--json", url=url).ok().json["done"]]
 
 
+@pytest.mark.wide
 def test_jobs_are_listed_by_what_they_have_in_common(
     outboxq_database: Database, engine: Engine, finished: dict[str, str]
 ) -> None:

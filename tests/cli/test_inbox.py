@@ -34,7 +34,7 @@ def listed(*options: object, url: str) -> list[tuple[str, str]]:
     return [(row["consumer"], row["message_id"]) for row in found]
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.usefixtures("messages")
 def test_the_list_has_the_latest_first(outboxq_database: Database, engine: Engine) -> None:
     """By consumer and by time, in UTC."""

@@ -67,6 +67,7 @@ def test_a_refused_commit_of_a_cancellation_makes_no_suspects(
     assert traces(engine) == (50, 0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("by", ["id", "filter"])
 def test_a_cancellation_that_runs_into_a_time_out_makes_no_suspects(
     outboxq_database: Database, engine: Engine, waiting: list[str], by: str

@@ -166,6 +166,7 @@ def test_show_knows_where_a_job_went(outboxq_database: Database) -> None:
     assert "no job with id" in said.stderr
 
 
+@pytest.mark.wide
 def test_cancel_deletes_jobs_by_id(outboxq_database: Database, waiting: dict[str, JobHandle], engine: Engine) -> None:
     """What is cancelled is gone; an id that is not there is named, and makes the exit code 1."""
     gone, missing = waiting["first"].id, uuid4()

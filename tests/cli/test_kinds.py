@@ -103,6 +103,7 @@ def test_what_was_changed_is_said(outboxq_database: Database) -> None:
     assert call("kinds", "pause", "", "--queue", "mail", url=url).exit_code != 0
 
 
+@pytest.mark.wide
 def test_the_doctor_names_a_kind_that_was_forgotten(outboxq_database: Database, engine: Engine) -> None:
     """A warning if it has been paused for long."""
     url = outboxq_database.url

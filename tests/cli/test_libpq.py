@@ -65,7 +65,7 @@ def test_help_needs_no_libpq(command: list[str], without_libpq: dict[str, str]) 
     assert python(["-m", "outboxq", *command], without_libpq).returncode == 0
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.usefixtures("fresh_processes")
 def test_what_is_imported_without_libpq_says_what_to_install(without_libpq: dict[str, str]) -> None:
     """Every public name, and every documented module, needs none or raises this one error."""

@@ -122,7 +122,7 @@ def test_show_calls_things_as_the_list_and_the_json_do(
     }
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_job_has_one_state_wherever_it_is_named(
     filled: dict[str, tuple[str, ...]], outboxq_database: Database
 ) -> None:
@@ -172,7 +172,7 @@ def test_the_command_line_knows_all_states() -> None:
     assert set(choices(StatusFilter)) == set(get_args(Status))
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_times_have_one_form(filled: dict[str, tuple[str, ...]], outboxq_database: Database, engine: Engine) -> None:
     """Every time that any of these commands prints is UTC in RFC 3339, the errors' too."""
     url = outboxq_database.url

@@ -36,6 +36,7 @@ def test_limits_are_set_and_shown_and_taken_away(outboxq_database: Database, eng
         assert rows.scalars().all() == [5]
 
 
+@pytest.mark.wide
 def test_a_rate_without_a_burst_has_that_of_a_tenth_of_a_second(outboxq_database: Database) -> None:
     """A burst of before does not stay with another rate."""
     url = outboxq_database.url
@@ -74,6 +75,7 @@ def test_what_was_set_is_said(given: list[str], said: str, outboxq_database: Dat
     assert call("queues", "set", "mail", *given, url=outboxq_database.url).ok().stdout == f"'mail' {said}\n"
 
 
+@pytest.mark.wide
 def test_a_queue_whose_settings_were_taken_away_is_not_listed(outboxq_database: Database, engine: Engine) -> None:
     """Nothing is known of it any more; with a job in it, it is."""
     url = outboxq_database.url

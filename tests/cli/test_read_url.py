@@ -90,6 +90,7 @@ def stands_still(both: Both) -> Iterator[Both]:
         both.pair.wait_for_replay()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("words", [("stats",), ("stats", "--exact"), ("history",), ("top", "--once")], ids=" ".join)
 def test_a_command_reads_on_the_standby_and_says_so(words: tuple[str, ...], both: Both) -> None:
     """Each has the standby's delay in its text and in its JSON; on the primary it is null there."""
@@ -158,6 +159,7 @@ def test_the_doctor_says_that_it_looked_at_a_standby(both: Both) -> None:
     assert "server-is-standby" not in {each.code for each in run_checks(both.primary.connect, use="reader")}
 
 
+@pytest.mark.wide
 def test_every_page_is_served_by_a_standby(both: Both) -> None:
     """With the primary's engine out of reach, each says how old it is, as a page and as JSON."""
     unreachable = create_engine(_DOWN.replace("postgresql:", "postgresql+psycopg:"))
@@ -247,6 +249,7 @@ def test_a_replica_without_tables_is_named(both: Both) -> None:
     assert "outboxq migrate" in said.stderr
 
 
+@pytest.mark.wide
 def test_a_url_of_several_hosts_reads_on_the_standby_and_works_on_the_primary(both: Both) -> None:
     """One URL does for both: of its hosts readers prefer a standby, and all others take the primary."""
     several = both.pair.url(both.database.url)
@@ -279,6 +282,7 @@ def test_every_command_takes_the_primary_of_several_hosts(both: Both) -> None:
     assert run("relay", "tests.support.app:jobs", "--drain", url=several, cwd=REPOSITORY).ok().stdout.startswith("done")
 
 
+@pytest.mark.wide
 def test_the_dashboard_takes_the_primary_of_several_hosts(both: Both) -> None:
     """It shows the primary's pages, and an action of its forms is written."""
     several = {"OUTBOXQ_DATABASE_URL": _standby_first(both)}

@@ -151,7 +151,7 @@ def test_a_batch_size_is_refused_if_all_queues_are_in_lease_mode(outboxq_databas
     assert "leased=10" in done.stderr
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_the_registry_is_found_in_the_current_directory(outboxq_database: Database, tmp_path: Path) -> None:
     """The console script finds `myapp.jobs` where it is called, as `python -m` does."""
     package = tmp_path / "myapp"
@@ -251,6 +251,7 @@ def test_processes_that_cannot_be_started_like_this_end_it(outboxq_database: Dat
     assert "Traceback" not in said.stderr
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
     ("wrong", "said"),
@@ -279,6 +280,7 @@ def hba() -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.wide
 def test_a_role_that_the_server_does_not_let_in_ends_the_relay(hba: Path) -> None:
     """Exit code 2 and one line: for a wrong password, for none, and for a role without a line in pg_hba.conf."""
     words = {"worker:wrong": "authentication failed", "worker": "no password supplied", "other": "no pg_hba.conf entry"}
@@ -305,6 +307,7 @@ def test_missing_tables_end_the_relay_with_one_error(outboxq_database: Database,
     assert "run `outboxq migrate`" in ended.stderr
 
 
+@pytest.mark.wide
 def test_a_relay_says_why_it_waits_for_its_database(outboxq_database: Database) -> None:
     """While no server answers the relay waits, and its log names host, port and cause; SIGTERM ends the wait."""
     with socket.socket() as bound:

@@ -101,6 +101,7 @@ def words_said(engine: Engine) -> list[str]:
         return list(connection.execute(text("SELECT word FROM said ORDER BY word")).scalars())
 
 
+@pytest.mark.wide
 def test_a_change_starts_the_relay_with_the_new_code(
     application: Path, outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -133,6 +134,7 @@ def _say(sessions: sessionmaker[OutboxSession]) -> None:
         session.add_job(say)
 
 
+@pytest.mark.wide
 def test_a_running_handler_ends_before_the_relay_is_started_again(
     application: Path, outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -159,6 +161,7 @@ def _waits(engine: Engine) -> bool:
         return connection.execute(waiting).scalar_one() > 0
 
 
+@pytest.mark.wide
 def test_other_files_change_nothing(application: Path, outboxq_database: Database) -> None:
     """Only .py files count, and only those of the directories that are named."""
     watched = application / "watched"
@@ -202,6 +205,7 @@ def test_what_cannot_be_reloaded_is_wrong_usage(
     assert expected in said.stderr.splitlines()[-1]
 
 
+@pytest.mark.wide
 def test_without_the_extra_it_says_what_to_install(outboxq_database: Database) -> None:
     """No traceback of a missing module: exit code 2, and the extra's name."""
     code = (

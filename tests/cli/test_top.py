@@ -69,6 +69,7 @@ def detail(top: Top) -> str:
     return str(top.screen.query_one(Static).render())
 
 
+@pytest.mark.wide
 def test_the_screen_shows_queues_and_what_they_died_of(engine: Engine, outboxq_database: Database) -> None:
     """A tab for each view, filled anew with each look."""
     stage(engine)
@@ -84,6 +85,7 @@ def test_the_screen_shows_queues_and_what_they_died_of(engine: Engine, outboxq_d
     watch(outboxq_database.url, act)
 
 
+@pytest.mark.wide
 def test_names_are_text_and_never_markup(engine: Engine, outboxq_database: Database) -> None:
     """A queue that is named like markup."""
     with engine.begin() as connection:
@@ -98,6 +100,7 @@ def test_names_are_text_and_never_markup(engine: Engine, outboxq_database: Datab
     watch(outboxq_database.url, act)
 
 
+@pytest.mark.wide
 def test_keys_sort_filter_and_freeze(engine: Engine, outboxq_database: Database) -> None:
     """The cursor stays on its row, and a frozen screen stays as it is."""
     with engine.begin() as connection:
@@ -119,6 +122,7 @@ def test_keys_sort_filter_and_freeze(engine: Engine, outboxq_database: Database)
     watch(outboxq_database.url, act)
 
 
+@pytest.mark.wide
 def test_a_queue_is_explained_and_paused_after_a_question(engine: Engine, outboxq_database: Database) -> None:
     """Any other answer than y changes nothing."""
     with engine.begin() as connection:
@@ -166,6 +170,7 @@ def test_a_look_that_ends_while_the_screen_is_taken_down_is_left_out(
     watch(outboxq_database.url, act)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("actor", ["anna", "x" * 1_000])
 def test_what_is_refused_is_said_and_the_screen_goes_on(
     engine: Engine, roles: Cast, monkeypatch: pytest.MonkeyPatch, actor: str
@@ -258,6 +263,7 @@ def tmux() -> Iterator[Callable[..., str]]:
     subprocess.run(["tmux", "-L", name, "kill-server"], check=False, capture_output=True)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("fresh_processes")
 def test_a_killed_relay_is_seen_in_a_real_terminal(
     engine: Engine, outboxq_database: Database, tmux: Callable[..., str]

@@ -77,6 +77,7 @@ def taken_along(events: list[Event]) -> list[int]:
     return [event.count for event in of(events, JobsCoalesced)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("batch_size", [1, 50])
 def test_jobs_of_a_key_that_wait_run_as_one_with_the_newest_arguments(
     rebuild: Rebuild, drain: Drain, engine: Engine, batch_size: int
@@ -217,6 +218,7 @@ def set_clock_back(engine: Engine) -> None:
         )
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("batch_size", [1, 50])
 def test_the_job_that_was_added_last_is_the_newest_though_the_clock_went_back(
     rebuild: Rebuild, drain: Drain, engine: Engine, batch_size: int

@@ -135,6 +135,7 @@ def test_a_second_claim_of_a_window_waits_for_the_next_one_while_the_first_runs(
     assert (rebuild.runs, _versions(rebuild), waiting(engine)) == ([1], {3}, 2)
 
 
+@pytest.mark.large
 def test_a_job_that_comes_after_the_run_of_its_window_waits_for_the_next_one(
     rebuild: Rebuild, drain: Drain, engine: Engine
 ) -> None:
@@ -287,6 +288,7 @@ def test_the_length_of_a_window_is_no_header_for_handlers(
     assert seen == [{"trace": "7"}]
 
 
+@pytest.mark.large
 def test_a_suspect_whose_window_another_job_has_keeps_its_crashes(
     rebuild: Rebuild, drain: Drain, engine: Engine
 ) -> None:

@@ -47,7 +47,7 @@ def test_the_overview_can_be_used_by_all(theme: str, browser: Browser, staged: E
         assert _look(browser, theme, 1280, [f"{address}/orders/"]) == {}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_page_with_a_button_without_a_name_is_noticed(browser: Browser, staged: Engine) -> None:
     """The tests here would find what is wrong."""
     with serve(create_app({"orders": staged}, auth=as_user(Role.ADMIN))) as address, open_page(browser) as page:

@@ -314,6 +314,7 @@ def test_arguments_have_to_fit_the_handler_that_is_known(staged: Engine) -> None
     assert _is(staged, f"""(SELECT args = '{{"account": 9}}' {_JOB})""")
 
 
+@pytest.mark.wide
 def test_a_registry_says_what_kinds_do_and_which_have_no_handler(staged: Engine) -> None:
     """By the pages of kinds and of a job."""
     app = create_app({"orders": staged}, auth=as_user(Role.READER), jobs={"orders": _registry()})
@@ -325,6 +326,7 @@ def test_a_registry_says_what_kinds_do_and_which_have_no_handler(staged: Engine)
         assert client.get("/orders/kinds/credit", headers={"accept": "application/json"}).json()["no_handler"] is True
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("payloads", "is_shown"), [("shown", True), ("redacted", False), ("hidden", False)])
 def test_a_form_begins_with_the_arguments_only_if_all_of_them_are_shown(
     payloads: str, is_shown: bool, staged: Engine

@@ -70,7 +70,7 @@ def test_a_page_in_a_browser_is_live_and_breaks_no_rule(browser: Browser, engine
         assert watch.problems == []
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_page_that_escapes_too_little_is_noticed(browser: Browser, engine: Engine, tmp_path: Path) -> None:
     """With `safe` planted in one template, the reason of a dead letter is a script that the policy refuses."""
     fill_hostile(engine)

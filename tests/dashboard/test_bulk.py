@@ -316,6 +316,7 @@ def test_an_async_engine_changes_many_rows_too(engine: Engine, outboxq_database:
     assert count_dead(engine) == 0
 
 
+@pytest.mark.wide
 def test_rows_that_come_after_the_preview_do_not_make_more_of_it_than_was_agreed(engine: Engine) -> None:
     """It ends before it is more than one confirms without typing, or than the role may; an admin may go on."""
     stage_dashboard(engine)

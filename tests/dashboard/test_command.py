@@ -80,6 +80,7 @@ def test_a_header_takes_a_proxy(outboxq_database: Database) -> None:
     assert "--trusted-proxy" in done.stderr
 
 
+@pytest.mark.wide
 def test_passwords_are_kept_as_hashes(tmp_path: Path) -> None:
     """A line has the name, the role and a hash; a wrong password, or name, lets nobody in."""
     file = tmp_path / "users.txt"

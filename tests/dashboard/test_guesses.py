@@ -115,7 +115,7 @@ def test_the_whole_of_a_hidden_reason_is_no_name_of_an_error(client: TestClient,
     assert counts == [0, 0]
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_lists_hide_what_the_page_of_a_job_hides(client: TestClient) -> None:
     """A reason and a note repeat a value of the arguments, whose name says that it is secret."""
     form = {"what": "dead.retry", "kind": "credit", "csrf": token_for(client)}

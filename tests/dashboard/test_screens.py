@@ -82,6 +82,7 @@ def test_an_async_engine_shows_the_same(staged: Engine, outboxq_database: Databa
         client.portal.call(asynchronous.dispose)
 
 
+@pytest.mark.wide
 def test_a_locked_table_leaves_the_page_standing(staged: Engine) -> None:
     """A section that would wait for a lock says so, and the others are there."""
     app = create_app({"orders": staged}, auth=as_user(Role.READER))
@@ -226,6 +227,7 @@ _WAITS = text(
 )
 
 
+@pytest.mark.wide
 def test_the_relays_page_shows_calls_and_not_connections(staged: Engine) -> None:
     """Slots that work and are free, how many jobs wait for a connection, and which of the long-running ones do."""
     with staged.begin() as connection:

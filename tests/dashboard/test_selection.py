@@ -99,6 +99,7 @@ def test_what_is_selected_is_shown_and_then_changed(
         assert not left & set(picked)
 
 
+@pytest.mark.wide
 def test_a_whole_page_can_be_selected(staged: Engine) -> None:
     """Up to 200 rows, in one transaction; one more is refused."""
     add_dead(staged, 201)
@@ -144,7 +145,7 @@ def test_the_filter_is_meant_if_the_form_says_so(staged: Engine) -> None:
         assert _preview(client, ids[:1], what="dead.discard").json()["needs"] == "admin"
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no scripts"])
 def test_rows_are_selected_in_a_browser(scripts: bool, browser: Browser, staged: Engine) -> None:
     """A script adds a box that selects all; without it each row is."""

@@ -173,7 +173,7 @@ def send_cut(cut: ByteCut, direction: Direction, count: int | None) -> Answer:
     return answer
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("direction", ["answer", "request"])
 def test_a_connection_that_is_cut_at_any_byte_shows_no_result_that_is_not_true(

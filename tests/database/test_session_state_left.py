@@ -384,6 +384,7 @@ HARMLESS: dict[str, Callable[[Session], object]] = {
 }
 
 
+@pytest.mark.wide
 @diagonal(
     BOTH_FLAVOURS,
     BOTH_CLAIMS,
@@ -499,6 +500,7 @@ def leave_thread_behind(
     threading.Thread(target=write, daemon=True).start()
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("claim", "batch_size"), [("transaction", 1), ("transaction", 10), ("lease", 1)])
 def test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job(
     claim: Any, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., object]

@@ -48,6 +48,7 @@ def run_in_process(*, as_json: bool, before: str = "") -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
 
 
+@pytest.mark.wide
 def test_the_demo_kills_a_relay_at_work_and_finds_nothing_lost_or_doubled() -> None:
     """Exit code 0, and the figures counted from the database say why."""
     run = run_in_process(as_json=True)
@@ -159,6 +160,7 @@ def test_an_honest_database_proves_it(played: tuple[Engine, Kill]) -> None:
     assert proof.holds
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("statement", "difference"),
     [
@@ -185,6 +187,7 @@ def test_every_figure_can_fail(played: tuple[Engine, Kill], statement: str, diff
     assert as_object(proof, {})["ok"] is False
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("running", [None, ()])
 def test_a_run_without_a_kill_at_work_proves_nothing(
     played: tuple[Engine, Kill], running: tuple[()] | None, capsys: pytest.CaptureFixture[str]

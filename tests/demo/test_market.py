@@ -21,7 +21,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_the_demo_can_be_looked_at_and_ends_cleanly() -> None:
     """The link logs in, two relays work on what customers order, and Ctrl-C ends all of it."""
     command = [sys.executable, "-m", "outboxq", "demo", "--dashboard"]

@@ -39,6 +39,7 @@ def work_and_wake(engine: Engine) -> None:
     assert effects(engine) == ["first", "second"]
 
 
+@pytest.mark.wide
 def test_a_session_pooler_passes_listen_on(start_relay: StartRelay, engine: Engine, outboxq_database: Database) -> None:
     """Nothing else is needed: a relay that sleeps is woken through the pooler."""
     with (

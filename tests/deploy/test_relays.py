@@ -79,7 +79,7 @@ def installed(tmp_path: Path, outboxq_database: Database) -> Installed:
     return Installed(tmp_path, libpq_url(outboxq_database.url))
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("place", PLACES)
 def test_the_relay_of_each_file_works_is_found_alive_and_stops(
     place: str, installed: Installed, engine: Engine
@@ -163,7 +163,7 @@ def test_calls_hold_as_many_connections_as_the_page_says(
         assert relay.wait(PATIENCE) == 0
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_the_first_process_of_a_container_stops_in_order(installed: Installed, engine: Engine, tmp_path: Path) -> None:
     """SIGTERM lets its handler finish. A second one changes nothing there: the kernel keeps it from that process."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

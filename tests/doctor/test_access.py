@@ -85,6 +85,7 @@ def test_each_missing_grant_is_named_by_use(outboxq_database: Database, role: An
     ]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("part", ["operator", "reader", "relay"])
 def test_what_a_role_is_for_is_known_by_its_group(roles: Cast, part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operator is told of what a relay would need."""
@@ -240,6 +241,7 @@ def test_a_schema_of_the_search_path_that_is_open_to_others_is_told(
     assert not codes(url) & SEARCH_PATH_CODES
 
 
+@pytest.mark.wide
 def test_the_search_path_of_another_role_that_could_be_a_relays_counts(
     outboxq_database: Database, role: AnotherRole
 ) -> None:
@@ -258,6 +260,7 @@ def test_the_search_path_of_another_role_that_could_be_a_relays_counts(
         assert found["detail"] == {"schema": "Open to", "creators": ["PUBLIC"], "roles": [name]}
 
 
+@pytest.mark.wide
 def test_a_search_path_with_pg_catalog_behind_another_schema_is_told(
     outboxq_database: Database,
 ) -> None:
@@ -268,6 +271,7 @@ def test_a_search_path_with_pg_catalog_behind_another_schema_is_told(
     assert only(outboxq_database.url, "search-path-hides-pg-catalog")["detail"]["schemas"] == ["public"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "code"), [("synchronous_commit", "synchronous-commit-off"), ("track_counts", "track-counts-off")]
 )
@@ -289,6 +293,7 @@ def test_a_databases_own_limit_of_connections_counts(outboxq_database: Database)
     assert [one["detail"]["allowed"] for one in found] == [2]
 
 
+@pytest.mark.wide
 def test_a_transaction_pooler_is_told(outboxq_database: Database) -> None:
     """Through pgbouncer in transaction mode all checks work, and the mode is named; a direct listen URL settles it."""
     with pgbouncer(outboxq_database.url) as url:

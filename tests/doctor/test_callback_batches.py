@@ -1,5 +1,7 @@
 """The doctor looks at batches that are over, and whose callbacks were not added."""
 
+import pytest
+
 from outboxq.postgres import Database
 from tests.support.doctor import execute, named, only
 
@@ -9,6 +11,7 @@ OPEN = (
 )
 
 
+@pytest.mark.wide
 def test_a_batch_that_no_relay_has_swept_is_named(outboxq_database: Database) -> None:
     """Five minutes after it was opened, if no member is left; not one that has members, nor a young one."""
     url = outboxq_database.url

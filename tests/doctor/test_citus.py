@@ -43,6 +43,7 @@ def test_tables_that_citus_manages_are_named(outboxq_database: Database) -> None
     assert found["detail"] == {"tables": ["job"]}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("verb", ["DELETE", "UPDATE"])
 def test_a_server_that_refuses_a_claim_is_named(outboxq_database: Database, verb: str) -> None:
     """Of either mode: some claims delete, others lease. The server's own words say why."""

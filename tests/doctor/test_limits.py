@@ -59,6 +59,7 @@ def test_jobs_that_wait_long_for_a_full_limit_are_named(outboxq_database: Databa
     assert named(url, "queue-limited") == []
 
 
+@pytest.mark.wide
 def test_a_limit_that_the_applications_of_relays_declare_is_known(outboxq_database: Database, engine: Engine) -> None:
     """Of relays that live; of two versions that of the newer one; and what operators have set comes first."""
     url = outboxq_database.url
@@ -89,6 +90,7 @@ def test_a_full_limit_for_which_no_job_waits_long_is_not_named(outboxq_database:
     assert only(url, "queue-limited")["detail"]["running"] == 1
 
 
+@pytest.mark.wide
 def test_jobs_that_wait_long_for_a_rate_are_named(outboxq_database: Database, engine: Engine) -> None:
     """If no token is there now: with a burst of three, when more than two lie ahead."""
     url = outboxq_database.url

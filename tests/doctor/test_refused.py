@@ -38,6 +38,7 @@ def test_a_value_that_cannot_be_read_is_a_row(
     assert one.title == f"could not look at it: there is a row that cannot be read ({kind.__name__})"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("kind", OURS)
 def test_any_other_error_is_a_defect_of_outboxq(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]

@@ -54,6 +54,7 @@ def test_schedules_of_a_clock_that_was_ahead_are_named(outboxq_database: Databas
     assert found[0]["detail"]["expected_at"] < found[0]["detail"]["next_at"]
 
 
+@pytest.mark.wide
 def test_disabled_schedules_are_named(outboxq_database: Database) -> None:
     """With their owner, as good to know; neither as paused for long nor as no longer declared."""
     url = outboxq_database.url
@@ -65,6 +66,7 @@ def test_disabled_schedules_are_named(outboxq_database: Database) -> None:
     assert named(url, "schedule-paused", APP) == named(url, "schedule-not-declared", APP) == []
 
 
+@pytest.mark.wide
 def test_schedules_that_are_paused_for_long_are_named(outboxq_database: Database) -> None:
     """For more than a week; that is good to know, and no fault."""
     url = outboxq_database.url

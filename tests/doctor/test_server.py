@@ -166,7 +166,7 @@ def test_a_server_that_is_not_safe_is_told(database: Database, name: str, code: 
     assert named(database.url, code) == []
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_connections_that_are_nearly_used_up_are_told(database: Database) -> None:
     """14 other sessions, that which makes databases, and the doctor's own, of the 17 that an ordinary role may have."""
     assert named(database.url, "connections-nearly-used-up") == []

@@ -33,6 +33,7 @@ def roll_back(url: str, gid: str) -> None:
     execute(url, f"ROLLBACK PREPARED '{quoted}'")
 
 
+@pytest.mark.wide
 def test_a_session_that_holds_jobs_is_named(outboxq_database: Database) -> None:
     """A transaction that has locked two jobs is named with its pid, state and name, until it ends."""
     url = outboxq_database.url
@@ -101,6 +102,7 @@ def test_the_session_that_pins_the_oldest_snapshot_is_named(outboxq_database: Da
     assert [one for one in named(url, "snapshot-pinned-by-session") if one["detail"]["pid"] == oldest] == []
 
 
+@pytest.mark.wide
 def test_a_prepared_transaction_that_holds_jobs_is_named(outboxq_database: Database, gid: str) -> None:
     """A prepared DELETE of a job is a problem, and the advice ends it."""
     url = outboxq_database.url

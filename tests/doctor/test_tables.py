@@ -252,6 +252,7 @@ def test_an_index_of_nothing_is_named(outboxq_database: Database, monkeypatch: p
     assert not named(url, "index-mostly-empty")
 
 
+@pytest.mark.wide
 def test_dead_rows_are_counted(outboxq_database: Database) -> None:
     """Rows that vacuum should have removed are named with the last vacuum, from the limit on."""
     url = outboxq_database.url

@@ -60,6 +60,7 @@ def test_a_queue_that_two_services_share_is_named(outboxq_database: Database) ->
     assert named(url, "queue-shared") == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("state", ["ready", "scheduled"])
 def test_a_queue_that_nobody_serves_is_a_problem(outboxq_database: Database, state: str) -> None:
     """Jobs that have been due for long with no relay connected are a problem, with one they are a warning."""
@@ -131,6 +132,7 @@ def test_leases_of_dead_relays_are_a_problem(outboxq_database: Database) -> None
     assert "not known" in found[str(unknown)]["title"]
 
 
+@pytest.mark.wide
 def test_a_relay_with_a_living_lease_counts_as_connected(outboxq_database: Database) -> None:
     """A relay on an engine with another application_name is seen by its lease."""
     url = outboxq_database.url

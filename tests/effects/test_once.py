@@ -286,6 +286,7 @@ def test_a_look_up_that_cannot_tell_may_be_followed_by_a_call_with_a_key_that_co
     assert len(look_up.keys) == 1
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("answer", [OSError(), "yes"], ids=["it raises", "it answers something else"])
 def test_a_look_up_that_fails_is_made_again(once, engine: Engine, answer: object) -> None:
     """The doubt stays, and nothing is called meanwhile."""
@@ -422,7 +423,7 @@ def test_a_result_that_json_cannot_hold_is_done_and_not_called_again(once, engin
     assert row(engine, "1") | {"status": "done", "result": None} == row(engine, "1")
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "result",
     [float("nan"), "a\0b", "\ud800", "x" * 300_000, Account(id=1), {1, object()}],

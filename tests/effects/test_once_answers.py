@@ -44,6 +44,7 @@ class Scripted:
 # Results
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("value", [1e22, 1e16, -0.0, {"bb": 1, "a": 2}], ids=str)
 def test_the_first_caller_gets_what_a_replay_gives_to_the_letter(once, value: object) -> None:
     """Types and order included: jsonb writes numbers and objects in its own way."""

@@ -213,6 +213,7 @@ def test_an_outcome_takes_the_place_of_the_call(
     assert waiting(engine) == 6
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("where", ["make", "enter", "handler", "exit", "inner enter"]),
     BOTH_FLAVOURS,
@@ -446,7 +447,7 @@ def test_the_time_out_covers_the_arounds(
     assert seen == ["left"]
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("verb", ["commit", "rollback", "raw rollback"])
 def test_an_around_is_contained_as_its_handler_is(

@@ -70,6 +70,7 @@ def names(engine: Engine) -> list[str]:
         return sorted(session.scalars(select(Effect.name)))
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("arguments", [Credit, CreditStruct])
 def test_a_batch_is_one_call_and_one_statement_and_never_over_its_size(
@@ -189,6 +190,7 @@ def test_what_fails_with_many_is_tried_with_each_alone(
     assert [event.job.args for event in events if isinstance(event, JobDied)] == ['{"name": "guilty"}']
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("returned", "expected"),
     [

@@ -87,6 +87,7 @@ def test_a_job_that_is_larger_than_the_budget_is_claimed_alone(engine: Engine) -
         assert [len(claimed(connection, script_of("ready"), MANY).jobs) for _ in range(3)] == [3, 2, 0]
 
 
+@pytest.mark.large
 def test_a_claim_of_many_small_jobs_takes_as_many_as_it_may(engine: Engine) -> None:
     """Nor does the budget hold for a claim of few jobs, in which it would cost more than it is worth."""
     fill(engine, [40] * MANY + [1_000_000] * FEW)

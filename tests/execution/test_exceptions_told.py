@@ -137,6 +137,7 @@ def test_hooks_are_told_the_error_and_its_redacted_text(
     assert failures[1].reason == "another attempt cannot help: outboxq.errors.PermanentError: card <card>"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("messages", ["redacted", "withheld", "whole"])
 def test_the_text_of_an_error_is_kept_as_the_handler_says(
     messages: str, sessions: sessionmaker[OutboxSession], outboxq_database: Database, caplog: pytest.LogCaptureFixture

@@ -101,6 +101,7 @@ def test_claims_are_not_under_the_time_out_of_the_role(
     assert seen == ["1s" if timeout_seconds is None else "30s"] * 2
 
 
+@pytest.mark.large
 def test_claims_of_a_lease_are_not_under_the_time_out_of_the_role(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -128,6 +129,7 @@ def test_claims_of_a_lease_are_not_under_the_time_out_of_the_role(
         assert connection.exec_driver_sql("SELECT last_value FROM claims").scalar_one() == 1
 
 
+@pytest.mark.large
 def test_unknown_kinds_are_parked_under_no_time_out_of_the_role(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:

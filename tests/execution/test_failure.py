@@ -547,6 +547,7 @@ def _stack_of(length: int) -> BaseException:
     return innermost.with_traceback(step)
 
 
+@pytest.mark.large
 def test_an_endless_recursion_is_described_by_its_ends() -> None:
     """Of a hundred thousand frames a hundred and fifty are looked at: all of them took four seconds."""
     error = _stack_of(100_000)

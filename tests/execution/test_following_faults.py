@@ -114,6 +114,7 @@ def test_rows_of_a_failed_attempt_that_went_around_its_session_are_undone(
     assert ledger(engine) == Counter()
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_an_async_handler_may_begin_with_add_job(

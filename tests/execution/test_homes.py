@@ -102,6 +102,7 @@ def test_what_is_installed_is_looked_through_once(installed: Path, monkeypatch: 
     assert len(looks) == 1
 
 
+@pytest.mark.large
 def test_a_module_that_python_runs_belongs_to_its_package(installed: Path) -> None:
     """Under `python -m shop.relay` the module is called `__main__`, and the package around it is the application."""
     (installed / "homes_shop" / "relay.py").write_text(

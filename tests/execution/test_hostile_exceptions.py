@@ -43,7 +43,7 @@ class Refusing(BaseException):
         raise SystemExit
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("make", [Untraced, Lying, Classless, Refusing])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_job_whose_error_cannot_be_looked_at_fails_like_any(

@@ -38,6 +38,7 @@ def errors(events: list[Event]) -> list[str]:
     return [event.error_type for event in events if isinstance(event, JobRetried)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("flavour", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_an_error_behind_a_handler_that_is_done_doubles_nothing(

@@ -616,6 +616,7 @@ def test_a_locked_table_holds_jobs_up_for_a_moment_only(
     assert len(said) == 1
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("prepared", [NOT_PREPARED, PreparedStatements()], ids=["text", "prepared"])
 def test_rows_wait_for_a_lock_for_a_second_and_what_follows_as_long_as_before(
     engine: Engine, prepared: PreparedStatements

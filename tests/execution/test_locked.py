@@ -87,6 +87,7 @@ def test_no_update_of_two_relays_is_lost(
     assert not [each for each in events if isinstance(each, BatchRolledBack | JobDied | JobRetried)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("sort", ["shared", "async", "batch handler", "savepoints"])
 def test_the_rows_of_a_batch_are_locked_in_the_order_of_their_keys(
     sort: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain

@@ -182,6 +182,7 @@ def credit(_session: Session, row: Any) -> None:
     row.balance += 5
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("sort", ["sync", "async", "lease", "locked"])
 def test_a_lone_job_reads_and_writes_directly(sort: str, engine: Engine) -> None:
     """The handler finds and leaves the same rows."""
@@ -260,6 +261,7 @@ def test_listeners_on_connections_are_told_of_each_statement(
     assert said.count("SELECT") >= 1
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "name", ["before_flush", "after_flush", "before_commit", "after_begin", "pending_to_transient"]
 )

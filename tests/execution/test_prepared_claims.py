@@ -165,6 +165,7 @@ def explained(connection: Connection, *execution: str) -> list[dict[str, object]
     return found
 
 
+@pytest.mark.large
 def test_a_handler_finds_the_planner_as_the_server_has_it(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine
 ) -> None:

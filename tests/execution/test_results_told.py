@@ -85,6 +85,7 @@ def _rest() -> tuple[Any, ...]:
     return tuple(getattr(_LEASED, name) for name in Job.__struct_fields__[1:])
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_results_cost_no_round_trip_and_without_a_wait_no_notification(
     outboxq_database: Database,

@@ -139,6 +139,7 @@ CREATE TRIGGER note AFTER INSERT ON outboxq.done_job FOR EACH ROW EXECUTE FUNCTI
 """
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("way", ["transaction", "lease", "batch handler"])
 def test_our_statements_are_not_under_the_time_out_of_a_handler(way: str, engine: Engine, drain: Drain) -> None:
     """What is kept of a job is written under the relay's own."""

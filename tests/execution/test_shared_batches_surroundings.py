@@ -366,6 +366,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("how", COMPUTED),
     SIZES,
@@ -395,6 +396,7 @@ def test_what_the_process_computes_for_a_deferred_write_is_computed_in_its_own_j
     assert found == [(expected.format(number),) for number in numbers]
 
 
+@pytest.mark.first_and_last
 @diagonal(
     pytest.mark.parametrize("name", ["after_begin", "after_transaction_create", "after_transaction_end"]),
     SIZES,

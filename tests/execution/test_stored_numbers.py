@@ -90,7 +90,7 @@ def names(engine: Engine) -> list[str]:
         return sorted(connection.execute(text("SELECT name FROM effect_ledger")).scalars())
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_a_job_with_any_number_is_done_and_holds_up_no_other(

@@ -211,6 +211,7 @@ def is_in_statement(thread: threading.Thread) -> bool:
     return any(frame.f_code is psycopg.Connection.wait.__code__ for frame, _ in frames)
 
 
+@pytest.mark.large
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_task_left_in_a_statement_reads_nothing_of_the_next_connection(

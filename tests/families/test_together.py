@@ -130,6 +130,7 @@ def test_failed_jobs_hold_nobody_up_where_code_lets_several_of_a_group_run(
         wait_until(lambda: sorted(ran) == [1, 2, 3, 4, 5], "the jobs behind those that failed")
 
 
+@pytest.mark.wide
 def test_a_job_that_was_cancelled_stays_so_if_its_batch_is_rolled_back(
     sessions: sessionmaker[OutboxSession], engine: Engine, start_relay: StartRelay
 ) -> None:

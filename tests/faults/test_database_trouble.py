@@ -130,6 +130,7 @@ def limited_role(outboxq_server: Server) -> Iterator[str]:
     admin.dispose()
 
 
+@pytest.mark.large
 def test_a_relay_waits_for_a_free_connection_and_says_so(
     start_relay: StartRelay, engine: Engine, outboxq_database: Database, limited_role: str
 ) -> None:

@@ -716,7 +716,7 @@ def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(
     assert relay.of(JobsSuspected)
 
 
-@pytest.mark.each_value
+@pytest.mark.large
 @cut_soon
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("writes", [False, True])
@@ -945,7 +945,7 @@ except RelayStuck:
 """
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_without_a_sync_engine_a_blocked_loop_is_found_by_its_mark(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],

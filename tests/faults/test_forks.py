@@ -92,6 +92,7 @@ def test_children_of_arounds_hooks_and_lifespans_end_too(
     assert sorted(os.listdir(results)) == ["enter raise 1", "heard exit 7", "leave of a child", "leave return 0"]
 
 
+@pytest.mark.large
 def test_a_signal_to_a_child_ends_the_child_and_not_the_relay(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], results: Path
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_full_disk_under_a_business_table_fails_its_jobs_alone(
     assert dead(engine) == 0
 
 
+@pytest.mark.large
 def test_a_full_disk_under_the_queue_is_drained(small: tuple[Database, Engine], start_relay: StartRelay) -> None:
     """A claim deletes, and so needs no space: what is in the queue is done although producers are refused."""
     database, engine = small
@@ -166,7 +167,7 @@ def test_a_full_disk_under_the_queue_is_drained(small: tuple[Database, Engine], 
     assert ledger(engine) == dict.fromkeys(accepted, 1)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_jobs_that_fail_while_the_queue_has_no_space_are_kept(
     small: tuple[Database, Engine], start_relay: StartRelay
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_handler_that_breaks_its_transaction_fails_and_leaves_nothing(
     assert_nothing_left(engine, dead_letters=1)
 
 
+@pytest.mark.first_and_last
 @each_mode
 @pytest.mark.parametrize("how", ["commit", "open-savepoint"])
 def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(

@@ -5,6 +5,7 @@ import pytest
 from tests.faults.mutation_check import MUTANTS, PAGE, ROOT, Mutant, page
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_each_mutant_still_fits_the_code(mutant: Mutant) -> None:
     """Its text stands once in its file, and its tests exist: files, or functions in them."""

@@ -274,6 +274,7 @@ def raise_not_applied(_provider_key: str) -> None:
     raise CallNotApplied("busy")
 
 
+@pytest.mark.large
 def test_a_row_that_another_transaction_holds_is_waited_for(engine: Engine) -> None:
     """In tries of a second, for as long as it takes where no lock_timeout is set."""
     once, failures = SyncOnce(engine), []

@@ -41,6 +41,7 @@ def call_counting(calls: list[str], result: object = "done"):
     return call
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("statement", ["INSERT INTO outboxq.effect", "UPDATE outboxq.effect"], ids=["claim", "record"])
 def test_a_connection_that_is_cut_at_commit_costs_no_second_call(

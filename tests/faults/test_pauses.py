@@ -70,6 +70,7 @@ def test_a_relay_stopped_past_its_lease_commits_nothing_when_it_wakes(
     assert_nothing_left(engine)
 
 
+@pytest.mark.large
 def test_a_job_taken_from_a_stopped_relay_is_not_its_any_more_even_if_nobody_runs_it(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
@@ -204,6 +205,7 @@ def rollback_prepared(engine: Engine, name: str) -> None:
             connection.execute(text(f"ROLLBACK PREPARED '{name}'"))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", sampled([faulty.work, faulty.work_leased_async]), ids=["transaction", "lease"])
 def test_a_pinned_snapshot_changes_nothing_that_a_claim_takes(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, kind

@@ -151,6 +151,7 @@ def test_startup_options_are_left_out_where_a_pooler_refuses_them(outboxq_databa
         pooled.dispose()
 
 
+@pytest.mark.large
 @pytest.mark.relay_limits(RelayLimits(hearing_seconds=1.0))
 @diagonal(STARTUP, pytest.mark.parametrize("listens", ["through the pooler", "directly"]))
 def test_a_relay_says_once_that_notifications_do_not_arrive(

@@ -92,7 +92,7 @@ def unmade(url: str) -> set[str]:
     return refused | {each["title"] for each in doctor.json["findings"] if each["code"] == "check-not-made"}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("table", sampled(TABLES, 4))
 def test_every_look_goes_on(engine: Engine, outboxq_database: Database, table: str) -> None:
     """With every odd row in a table that it takes, each list, page, check and gauge is made."""

@@ -80,6 +80,7 @@ def test_a_commit_that_gets_no_lock_is_not_taken_for_one_that_stands(
             blocker.join(PATIENCE)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("options", "waiting"),
     [({"coalesce": "index"}, 0), ({"group": "g", "on_failure": "pass"}, 1)],
@@ -131,6 +132,7 @@ END $$;
 CREATE TRIGGER notify AFTER DELETE ON outboxq.job FOR EACH ROW EXECUTE FUNCTION notify(%d)"""
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("refused", [1, 2])
 def test_the_rows_of_finished_jobs_are_not_blamed_for_a_commit_that_gets_no_lock(
     lonely_primary: Server, start_relay: StartRelay, caplog: pytest.LogCaptureFixture, refused: int

@@ -51,8 +51,7 @@ def failures(engine: Engine, url: str, table: str) -> Iterator[str]:
                     yield f"{page}/{key}: {answer.status_code} {answer.text[-200:]}"
 
 
-@pytest.mark.first_and_last
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("table", SHOWN)
 def test_each_odd_row_is_shown(engine: Engine, outboxq_database: Database, table: str) -> None:
     """However deep its JSON is, and whether its times can be computed here."""

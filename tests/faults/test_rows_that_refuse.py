@@ -77,6 +77,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
         yield caplog
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("state", ["ready", "scheduled"])
 def test_a_job_that_a_lease_cannot_take_is_a_dead_letter(
@@ -98,6 +99,7 @@ def test_a_job_that_a_lease_cannot_take_is_a_dead_letter(
     assert fetch(engine, "SELECT FROM outboxq.job") == []
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("sqlstate", ["45000", "APP01", "20000", "2F000"])
 def test_a_trigger_may_refuse_a_row_by_a_code_of_its_own(
     sqlstate: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
@@ -111,6 +113,7 @@ def test_a_trigger_may_refuse_a_row_by_a_code_of_its_own(
     assert [event.kind for event in events if isinstance(event, JobSetAside)] == ["bad"]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("batchable", [False, True])
 def test_a_job_that_can_neither_be_claimed_nor_buried_is_put_off(
@@ -236,7 +239,7 @@ def test_a_single_bad_row_among_many_costs_a_few_claims(
 UNCHANGED = "its relay died, and its row cannot be changed"
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("commands", "crashes", "reason"),
     [

@@ -110,6 +110,7 @@ def test_the_job_of_a_vanished_host_is_free_again_within_the_keepalive_budget(
         assert dead(engine) == 0
 
 
+@pytest.mark.wide
 def test_a_relay_whose_cable_was_pulled_goes_on_when_it_is_back(server: Server, host: Host) -> None:
     """The relay gives up its dead connection within the budget, and needs no help to make another."""
     with own_database(server) as (database, engine):

@@ -65,6 +65,7 @@ def test_the_defaults_give_up_after_about_four_hours() -> None:
     assert 3 < hours < 5
 
 
+@pytest.mark.wide
 @given(backoffs, st.integers(1, 60), st.none() | st.floats(0.001, 604_800), st.lists(draws, min_size=60, max_size=60))
 def test_no_job_retries_beyond_the_horizon(
     policy: Backoff, attempts: int, timeout_seconds: float | None, drawn: list[float]

@@ -116,6 +116,7 @@ def test_a_deadlock_of_what_was_deferred_costs_no_attempt(
     assert total(engine) == 153
 
 
+@pytest.mark.wide
 def test_a_deadlock_over_rows_of_earlier_jobs_costs_no_attempt(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:

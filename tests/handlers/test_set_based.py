@@ -400,6 +400,7 @@ def test_values_that_an_array_might_change_are_sent_row_by_row(name: str, engine
     assert _both_ways(engine, statement, rows) == [len(rows)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     "statement",
     [

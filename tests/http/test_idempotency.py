@@ -34,6 +34,7 @@ def one_client(outboxq_database: Database) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.wide
 def test_concurrent_requests_with_one_key_are_executed_once(client: httpx.Client, engine: Engine) -> None:
     """One of 16 clients executes, the others are told to come back, and every retry gets the same bytes."""
 

@@ -27,7 +27,7 @@ from tests.support.waiting import wait_until
 KEY = {"Idempotency-Key": '"order-1"'}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_killed_server_leaves_an_outcome_that_nobody_knows(outboxq_database: Database, engine: Engine) -> None:
     """Killed after the endpoint's commit: refused while the lease runs, then unknown, until an operator decides."""
     with serve_process(outboxq_database.url, lease_seconds=5) as doomed:
@@ -46,7 +46,7 @@ def test_a_killed_server_leaves_an_outcome_that_nobody_knows(outboxq_database: D
     assert ledger(engine) == Counter(order=2)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("gate", ["1", "late"])
 def test_a_killed_server_that_records_with_its_rows_is_executed_once(
     outboxq_database: Database, engine: Engine, gate: str
@@ -66,7 +66,7 @@ def test_a_killed_server_that_records_with_its_rows_is_executed_once(
     assert ledger(engine) == Counter(order=1)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("path", "told"), [("/orders?gate=1", "outcome-unknown"), ("/tx/orders?gate=1", "in-progress")]
 )

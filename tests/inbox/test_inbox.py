@@ -14,6 +14,7 @@ from tests.support.app import Effect
 from tests.support.inbox_targets import FLAVOURS, OneTarget, Target, inbox, stored
 
 
+@pytest.mark.first_and_last
 def test_a_message_is_accepted_once(target: Target, engine: Engine) -> None:
     """In the same transaction, and in later ones; what is stored is its id, its fingerprint and its times."""
     assert target.accept("m1", payload={"order": 7}) is True
@@ -44,6 +45,7 @@ def test_a_message_whose_transaction_rolls_back_was_never_accepted(target: Targe
     assert target.accept("m2") is True
 
 
+@pytest.mark.first_and_last
 def test_a_batch_says_what_became_of_each_message(target: Target, engine: Engine) -> None:
     """In the order given; a conflict is returned, and the others of its batch are accepted all the same."""
     assert target.accept_all(["b", "é", "a"]) == AcceptedBatch(("b", "é", "a"), (), ())
@@ -114,6 +116,7 @@ def test_a_large_inbox_is_looked_into_by_its_primary_key(engine: Engine) -> None
             assert "Seq Scan" not in plan
 
 
+@pytest.mark.first_and_last
 def test_a_message_with_other_content_is_a_conflict(target: Target, engine: Engine) -> None:
     """An error and no duplicate, of a text that does not quote the content; the transaction goes on."""
     target.accept("m1", payload={"secret": "first"})

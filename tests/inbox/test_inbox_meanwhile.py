@@ -51,6 +51,7 @@ def meanwhile(engine: Engine) -> Iterator[Callable[..., Future[Any]]]:
 Meanwhile = Callable[..., Future[Any]]
 
 
+@pytest.mark.first_and_last
 def test_a_delivery_that_comes_meanwhile_waits_and_is_a_duplicate(
     target: Target, rival: OpenRival, meanwhile: Meanwhile
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_delivery_that_comes_meanwhile_waits_and_is_a_duplicate(
     assert len(target.statements) == 2
 
 
+@pytest.mark.first_and_last
 def test_a_delivery_that_comes_meanwhile_with_other_content_is_a_conflict(
     target: Target, rival: OpenRival, meanwhile: Meanwhile
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_delivery_that_comes_meanwhile_with_other_content_is_a_conflict(
         second.result(PATIENCE)
 
 
+@pytest.mark.first_and_last
 def test_a_delivery_that_comes_meanwhile_takes_over_from_one_that_rolls_back(
     target: Target, engine: Engine, rival: OpenRival, meanwhile: Meanwhile
 ) -> None:

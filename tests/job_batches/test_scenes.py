@@ -67,6 +67,7 @@ def stage(engine: Engine, *statements: str) -> None:
             connection.exec_driver_sql(statement)
 
 
+@pytest.mark.wide
 def test_a_batch_is_looked_at_behind_commit(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_batch_is_looked_at_behind_commit(
         assert len(relay.of(BatchFinished)) == 1
 
 
+@pytest.mark.wide
 @pytest.mark.relay_limits(RelayLimits(first_prune_seconds=0.2))
 def test_a_look_waits_for_another_one_that_may_roll_back(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, start_relay: StartRelay
@@ -121,6 +123,7 @@ def test_the_sweep_comes_to_a_batch_whose_last_member_no_relay_has_ended(
         assert relay.of(BatchFinished) == []
 
 
+@pytest.mark.wide
 def test_adding_to_a_batch_waits_for_no_member_that_runs(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def test_no_more_jobs_run_than_the_limit_allows(
     assert sorted(gate.done) == list(range(12))
 
 
+@pytest.mark.wide
 @BOTH
 def test_slots_do_not_claim_in_vain_from_a_full_queue(
     engine: Engine,
@@ -644,6 +645,7 @@ def test_a_claim_under_a_lease_takes_as_many_jobs_as_there_is_room_for(
         assert (len(claimed.jobs), claimed.is_cut) == (2, False)
 
 
+@pytest.mark.first_and_last
 @PREPARED
 @pytest.mark.parametrize("later", ["ready", "grouped"])
 @pytest.mark.parametrize("earlier", ["ready", "grouped"])
@@ -667,6 +669,7 @@ def test_claims_of_two_relays_at_once_share_the_room(
         assert second.result(PATIENCE) == 2
 
 
+@pytest.mark.wide
 def test_claims_of_many_slots_at_once_never_exceed_the_limit(engine: Engine) -> None:
     """Six connections of two relays claim, and settle, jobs with groups and without; all jobs have their turn."""
     jobs, most = 400, 7

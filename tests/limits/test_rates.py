@@ -186,6 +186,7 @@ def test_a_full_limit_costs_no_tokens(
             wait_until(lambda: len(starts(engine)) == 4, "all four of the burst")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("claim", sampled(["transaction", "lease"]))
 def test_jobs_begin_at_the_rate_of_their_queue(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, claim: str

@@ -54,6 +54,7 @@ def test_tables_restored_without_rows_are_known_by_all(database: Database, empty
     Relay(database.url, app.jobs).drain()
 
 
+@pytest.mark.wide
 def test_tables_in_another_schema_are_named(
     database: Database, empty_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

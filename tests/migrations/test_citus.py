@@ -148,6 +148,7 @@ def test_the_way_down_removes_it(database: Database) -> None:
     assert not schema_exists(database.url)
 
 
+@pytest.mark.wide
 def test_another_schema_has_a_guard_of_its_own(database: Database) -> None:
     """The name is quoted wherever it stands."""
     stand_in(database.url)
@@ -160,6 +161,7 @@ def test_another_schema_has_a_guard_of_its_own(database: Database) -> None:
     assert is_without_guard(database.url)
 
 
+@pytest.mark.wide
 def test_it_waits_for_running_handlers_without_holding_others_up(database: Database) -> None:
     """A trigger's lock is had for a moment only, as the other locks of migrations."""
     by_command(database.url)

@@ -135,6 +135,7 @@ def test_a_copy_gets_an_id_of_its_own(follow, busy: UUID, empty: Database, targe
     assert works(empty, target)
 
 
+@pytest.mark.wide
 def test_data_alone_goes_into_an_installation_that_is_there(
     follow, busy: UUID, empty: Database, target: Engine
 ) -> None:

@@ -62,6 +62,7 @@ def downgrade(engine: Engine, to: int = 0) -> None:
         migrations.downgrade(_operations(connection), to=to)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("row", "named"), [(ADD_JOB, "jobs"), (ADD_DEAD_LETTER, "dead letters")])
 @pytest.mark.parametrize("isolation_level", ["READ COMMITTED", "AUTOCOMMIT"])
 def test_it_refuses_while_there_is_something_to_lose(

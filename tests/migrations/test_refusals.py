@@ -39,6 +39,7 @@ def test_the_command_says_it_in_one_line(outboxq_database: Database) -> None:
     assert said.startswith(f"Error: {REASON}. Let a relay work them off")
 
 
+@pytest.mark.wide
 def test_alembic_ends_with_the_reason_and_not_with_our_sql(database: Database, tmp_path: Path) -> None:
     """Its traceback shows Python's frames alone: SQLAlchemy's error would repeat 160 lines of SQL."""
     project = make_project(tmp_path, database.url, HISTORIES["a revision per step"])

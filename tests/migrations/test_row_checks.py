@@ -138,7 +138,7 @@ def test_what_no_relay_can_read_becomes_a_dead_letter(empty_engine: Engine, admi
     assert (outcome.json["retried"], len(outcome.json["refused"])) == (1, len(REFUSED) - 1)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.usefixtures("before")
 def test_what_has_no_text_at_all_becomes_a_dead_letter(empty_engine: Engine, admin: psycopg.Connection) -> None:
     """160 kB that would come to more text than PostgreSQL can hold."""
@@ -162,6 +162,7 @@ def test_a_dead_letter_with_the_same_id_is_not_overwritten(empty_engine: Engine,
     assert admin.execute("SELECT queue FROM outboxq.dead_job ORDER BY queue").fetchall() == [("other",), ("q",)]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("column", "value"), [*((column, value) for column, value, _ in REPAIRED), *REFUSED])
 def test_a_row_that_would_stop_others_is_refused(outboxq_database: Database, column: str, value: str) -> None:
     """By the table itself, whichever role writes it."""
@@ -172,6 +173,7 @@ def test_a_row_that_would_stop_others_is_refused(outboxq_database: Database, col
         insert(connection, column, value)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("column", "value"), ALLOWED)
 def test_a_row_at_its_bounds_is_let_in(outboxq_database: Database, column: str, value: str) -> None:
     """What the arithmetic of relays comes to is allowed."""
@@ -205,6 +207,7 @@ def test_while_transactions_are_open_the_step_waits_and_lets_others_through(
     assert validated(admin) == [True] * 3
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("before")
 def test_for_a_row_that_is_held_the_first_of_the_two_steps_does_not_wait(
     database: Database, admin: psycopg.Connection
@@ -272,6 +275,7 @@ def test_the_table_is_read_while_others_write(
     assert validated(admin) == [True] * 3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("to", [BEFORE, BEFORE + 1])
 def test_on_the_way_down_the_lock_is_asked_for_a_moment_at_a_time(
     database: Database, empty_engine: Engine, admin: psycopg.Connection, to: int
@@ -293,7 +297,7 @@ def test_on_the_way_down_the_lock_is_asked_for_a_moment_at_a_time(
     assert admin.execute("SELECT max(step) FROM outboxq.migration").fetchone() == (to,)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_vacuum_of_the_servers_own_gives_way() -> None:
     """It does so only for a session that waits for as long as deadlock_timeout."""
     settings = {"autovacuum": "on", "autovacuum_naptime": "1s", "track_counts": "on"}

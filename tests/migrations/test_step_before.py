@@ -78,6 +78,7 @@ def run_old(old_code: Path, url: str, *arguments: str) -> "subprocess.CompletedP
     return subprocess.run(command, env=env, cwd=old_code, capture_output=True, text=True)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("step", OLD)
 def test_the_step_behind_changes_nothing_that_was_there_before(
     database: Database, empty_engine: Engine, step: int
@@ -94,8 +95,7 @@ def test_the_step_behind_changes_nothing_that_was_there_before(
         assert [row for row in after[part] if row in rows] == rows, part
 
 
-@pytest.mark.first_and_last
-@pytest.mark.large
+@pytest.mark.wide
 def test_relays_producers_and_commands_of_before_work_on_todays_tables(
     old_code: Path, outboxq_database: Database, engine: Engine
 ) -> None:
@@ -126,7 +126,7 @@ def test_relays_producers_and_commands_of_before_work_on_todays_tables(
     assert f"step {LATEST}" in migrating
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_todays_code_works_on_the_tables_of_step_10_and_says_what_they_lack(
     database: Database, empty_engine: Engine
 ) -> None:

@@ -97,7 +97,7 @@ def _env(database: Database) -> dict[str, str]:
     return {**environment(database.url), "PYTHONPATH": str(REPOSITORY)}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_many_jobs_get_their_checks_while_a_producer_works(database: Database, empty_engine: Engine) -> None:
     """Every job that was added meanwhile is done once."""
     url = libpq_url(database.url)
@@ -171,6 +171,7 @@ def test_who_holds_the_settings_of_queues_holds_up_the_step_and_no_producer(
         assert producer.execute("SELECT count(*) FROM outboxq.job").fetchone() == (20,)
 
 
+@pytest.mark.wide
 def test_who_writes_one_of_many_tables_holds_up_the_step_and_no_other_writer(
     database: Database, empty_engine: Engine
 ) -> None:

@@ -15,6 +15,7 @@ histories = pytest.mark.parametrize("history", HISTORIES.values(), ids=list(HIST
 pytestmark = pytest.mark.large
 
 
+@pytest.mark.wide
 @histories
 def test_a_history_goes_up_down_one_by_one_to_base_and_up_again(
     database: Database, tmp_path: Path, history: list[tuple[str, str]]
@@ -55,6 +56,7 @@ def test_check_is_clean_with_the_default_configuration(
     assert "No new upgrade operations detected" in project.succeed("check")
 
 
+@pytest.mark.wide
 def test_check_with_include_schemas_needs_include_name_and_is_clean_with_it(database: Database, tmp_path: Path) -> None:
     """Where Alembic looks at every schema, it would drop ours; the shipped filter leaves it alone."""
     project = make_project(tmp_path, database.url, HISTORIES["a revision per step"])
@@ -65,6 +67,7 @@ def test_check_with_include_schemas_needs_include_name_and_is_clean_with_it(data
     assert "No new upgrade operations detected" in project.succeed("check", options="schemas, filtered")
 
 
+@pytest.mark.wide
 @histories
 def test_the_offline_sql_leaves_the_same_catalog_as_the_online_way(
     database: Database, other_database: Database, tmp_path: Path, history: list[tuple[str, str]]

@@ -166,7 +166,7 @@ def test_a_killed_relay_loses_what_it_had_not_flushed_and_doubles_nothing(
         assert list_relays(connection) == []
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_relay_works_without_the_tables_and_says_so_once(
     engine: Engine, outboxq_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,6 +285,7 @@ def test_a_relay_writes_gauges_by_itself(
         wait_until(lambda: rows(engine, "SELECT * FROM outboxq.gauge WHERE queue = 'ledger'"), "gauges")
 
 
+@pytest.mark.wide
 def test_an_outage_keeps_what_was_counted(engine: Engine, outboxq_database: Database, start_relay: StartRelay) -> None:
     """The connections of a relay end while it works, all of them, again and again."""
     with start_relay(app.jobs, limits=QUICK):

@@ -120,7 +120,7 @@ def terminate_some(engine: Engine, draw: random.Random) -> None:
             connection.execute(TERMINATE, {"pid": pid})
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("seed", [1])
 def test_under_kills_the_history_is_never_over_and_under_by_what_was_not_flushed(
     outboxq_database: Database, engine: Engine, seed: int
@@ -150,7 +150,7 @@ def test_under_kills_the_history_is_never_over_and_under_by_what_was_not_flushed
         assert 0 <= done[kind] - counted[kind] <= relays.may_have_lost(kind), (kind, done, counted, len(relays.killed))
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_without_kills_the_history_is_the_ledger(outboxq_database: Database, engine: Engine) -> None:
     """Relays that are told to stop, and others in their places, while sessions are ended, and answers to flushes lost.
 

@@ -145,6 +145,7 @@ def test_kinds_can_be_left_out() -> None:
     assert value(found, "outboxq_job_run_seconds_sum") == 6.0
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("name", HOSTILE)
 def test_texts_of_others_forge_no_series(name: str) -> None:
     """Whatever a queue, a kind, an error or a database is called: it is one label's value, and comes back as it was."""

@@ -36,6 +36,7 @@ def relay(outboxq_database: Database, tmp_path: Path) -> Iterator[Serving]:
         yield found
 
 
+@pytest.mark.wide
 def test_what_happened_is_counted(
     relay: Serving, outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -80,6 +81,7 @@ def test_what_happened_is_counted(
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
+@pytest.mark.wide
 def test_clients_that_are_slow_or_mad_hold_up_nobody(relay: Serving, engine: Engine) -> None:
     """Connections that say nothing are closed; meanwhile others are answered, if not at once, and jobs run."""
     host, _, port = relay.address.rpartition(":")
@@ -97,6 +99,7 @@ def test_clients_that_are_slow_or_mad_hold_up_nobody(relay: Serving, engine: Eng
     assert relay.get("/healthz") == "ok\n"
 
 
+@pytest.mark.wide
 def test_a_client_that_never_ends_its_request_is_cut_off(relay: Serving) -> None:
     """One that sends a byte now and then, so that no read lasts long."""
     host, _, port = relay.address.rpartition(":")
@@ -162,6 +165,7 @@ finally:
 """
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("fresh_processes")
 def test_nothing_is_imported_without_the_option(outboxq_database: Database) -> None:
     """A relay without `--metrics` does not know of prometheus_client."""
@@ -216,6 +220,7 @@ class Watch:
         self._thread.join(PATIENCE)
 
 
+@pytest.mark.wide
 def test_counters_never_fall_when_processes_are_killed(
     outboxq_database: Database, engine: Engine, tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_look_changes_nothing_and_waits_for_nothing(engine: Engine) -> None:
         assert connection.execute(text("SELECT to_regclass('x')")).scalar() is None
 
 
+@pytest.mark.wide
 def test_a_connection_that_is_lost_is_a_database_that_is_not_up(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_connection_that_is_lost_is_a_database_that_is_not_up(
     assert value(looked(found), "outboxq_exporter_up") == 1
 
 
+@pytest.mark.wide
 def test_what_is_exported_of_the_history_only_grows(engine: Engine) -> None:
     """From the minute on in which the exporter began; closed minutes stay although their rows are gone."""
     add = text(
@@ -276,6 +278,7 @@ def test_it_is_looked_at_no_more_often_for_many_who_scrape(engine: Engine) -> No
         found.stop()
 
 
+@pytest.mark.wide
 def test_several_databases_are_served_by_one_process(
     outboxq_database: Database, engine: Engine, tmp_path: Path
 ) -> None:
@@ -307,6 +310,7 @@ def test_a_database_has_a_name_and_a_url(given: str) -> None:
     assert call("metrics", "--once", "--database", given).exit_code == 2
 
 
+@pytest.mark.wide
 def test_every_series_is_one_that_work_leads_to(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:

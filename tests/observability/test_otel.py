@@ -275,7 +275,7 @@ print(span.context.trace_id, span.context.span_id)
 """
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("relation", ["link", "parent"])
 def test_the_span_of_a_handler_leads_to_that_of_the_producer_in_another_process(
     outboxq_database: Database, recorded: Recorded, drain: Drain, relation: str
@@ -333,6 +333,7 @@ def test_the_span_of_an_async_handler_is_current_while_it_runs(
     assert links(recorded.only("process")) == [span_id(recorded.only("send"))]
 
 
+@pytest.mark.wide
 def test_a_batch_handler_has_one_span_with_links_to_its_jobs(
     traced: sessionmaker[OutboxSession], recorded: Recorded, drain: Drain
 ) -> None:

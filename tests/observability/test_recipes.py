@@ -89,7 +89,7 @@ def application(tmp_path: Path, outboxq_database: Database, fresh_processes: Non
     return drain
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_sentry_is_told_each_failure_once_with_its_file_line_function_and_error(
     tmp_path: Path, application: Application, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -127,7 +127,7 @@ def lines_of(outcome: Outcome) -> list[dict[str, Any]]:
     return [json.loads(line) for line in outcome.stderr.splitlines()]
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_structlog_names_the_job_in_each_line_of_its_call(
     application: Application, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -152,7 +152,7 @@ def test_structlog_names_the_job_in_each_line_of_its_call(
     assert "job_kind" not in died
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_filter_names_the_job_in_each_line_of_its_call(
     application: Application, sessions: sessionmaker[OutboxSession]
 ) -> None:

@@ -82,6 +82,7 @@ def many(*cents: int) -> Iterator[NewJob]:
     return (credit.job(cents=number) for number in cents)
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 1), (1_000, 1), (1_001, 2)])
 def test_a_thousand_jobs_are_one_statement(
     session: Session, stored: Stored, statements: list[str], count: int, expected: int
@@ -156,6 +157,7 @@ def test_a_batch_shares_the_end_of_its_savepoint(
     assert stored() == [1, 2, *inside, *([8] if later_kept else []), 9]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("end", ["rollback", "close", "reset", "invalidate", "expunge_all"])
 @pytest.mark.parametrize("flush", [False, True], ids=["", "flushed"])
 def test_a_batch_is_gone_with_its_session_and_the_next_is_not(

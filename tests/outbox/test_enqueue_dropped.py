@@ -83,6 +83,7 @@ def _move_new(session: Session) -> None:
 DROPS = pytest.mark.parametrize("drop", [_expunge_all, _expunge_new, _make_new_transient, _move_new])
 
 
+@pytest.mark.first_and_last
 @DROPS
 @pytest.mark.parametrize("more", [False, True], ids=["nothing-else", "with-other-rows"])
 def test_a_commit_without_a_job_that_was_dropped_is_refused(
@@ -155,6 +156,7 @@ def test_an_outer_transaction_commits_with_a_savepoint_open(session: Session, st
     assert stored() == ([], [1, 2])
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("end", ["rollback", "close", "reset", "invalidate"])
 @pytest.mark.parametrize("nested", [False, True], ids=["", "in-a-savepoint"])
 def test_what_is_dropped_with_its_transaction_is_no_error(

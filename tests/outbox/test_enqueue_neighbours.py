@@ -104,6 +104,7 @@ def sharded(request: pytest.FixtureRequest, east: Engine, west: Engine) -> MakeS
     return make
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("entity", [False, True], ids=["plain", "waiting-for-a-key"])
 @pytest.mark.parametrize("flush", [False, True], ids=["", "after-a-flush"])
 def test_a_job_goes_to_the_shard_of_its_rows(

@@ -315,6 +315,7 @@ def test_missing_or_older_tables_are_explained_at_the_flush(broken: Database, dr
     engine.dispose()
 
 
+@pytest.mark.first_and_last
 @BROKEN
 @ASYNC_DRIVERS
 def test_missing_or_older_tables_are_explained_to_async_sessions(broken: Database, driver: str) -> None:

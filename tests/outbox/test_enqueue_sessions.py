@@ -220,7 +220,7 @@ waiting_or_not = pytest.mark.parametrize("waiting", [False, True], ids=["plain",
 Stored = Callable[[], dict[UUID, str]]
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @waiting_or_not
 def test_a_job_exists_once_its_transaction_commits_and_not_before(
     producer: Producer, stored: Stored, waiting: bool
@@ -274,6 +274,7 @@ def test_a_job_stays_when_a_later_savepoint_rolls_back(producer: Producer, store
     assert stored() == {before.id: "before"}
 
 
+@pytest.mark.first_and_last
 def test_many_jobs_are_added_at_once(producer: Producer, stored: Stored) -> None:
     """add_jobs draws from any iterable, gives their handles in order, and mixes plain jobs with waiting ones."""
     person = Person(name="ann")

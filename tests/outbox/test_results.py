@@ -146,6 +146,7 @@ def prepared_transactions_allowed(engine: Engine) -> None:
             pytest.skip("this server has max_prepared_transactions = 0")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.usefixtures("prepared_transactions_allowed")
 @pytest.mark.parametrize("outcome", ["discard", "dead"])
 @pytest.mark.parametrize("by", ["session", "connection"])

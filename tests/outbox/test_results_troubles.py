@@ -46,6 +46,7 @@ def threads() -> Callable[[], int]:
     return lambda: sum(each.name == "outboxq-results" for each in set(threading.enumerate()) - before)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_event_loops_share_a_thread_and_a_connection(
     outboxq_database: Database, engine: Engine, handle: Any, drain: Drain, threads: Callable[[], int], driver: str

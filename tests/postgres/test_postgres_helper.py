@@ -375,6 +375,7 @@ def test_close_leaves_nothing_when_the_watchdog_was_killed(own_server: Server, k
     wait_until(lambda: not is_running(pid), "the server to end")
 
 
+@pytest.mark.wide
 def test_committed_data_survives_an_immediate_stop(own_server: Server) -> None:
     """Stopped as by a crash and started again, the server has what was committed, and nothing else, at one URL."""
     first_pid, database = own_server.pid, own_server.create_database()
@@ -516,7 +517,7 @@ def test_a_docker_engine_that_does_not_answer_is_passed_over_in_silence(
     assert caplog.records == []
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @needs_root
 @pytest.mark.usefixtures("private_wheel")
 def test_programs_that_the_servers_user_cannot_reach_are_copied_once(temp_directory: Path) -> None:

@@ -19,6 +19,7 @@ from tests.support.waiting import wait_until
 Drain = Callable[..., list[Event]]
 
 
+@pytest.mark.large
 def test_a_relay_without_the_guard_does_not_start(outboxq_database: Database, drain: Drain) -> None:
     """Beside distributed tables it would lose jobs: the error says so, and what to do; or it is allowed by name."""
     url = outboxq_database.url

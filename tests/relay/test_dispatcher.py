@@ -499,6 +499,7 @@ def test_a_cancellation_that_comes_when_no_connection_is_needed_is_too_late(
 # The end of a relay.
 
 
+@pytest.mark.first_and_last
 @FLAVOURS
 @pytest.mark.parametrize("how", ["in time", "cut off"])
 def test_a_relay_that_stops_with_many_calls_lets_them_end_or_gives_them_back(

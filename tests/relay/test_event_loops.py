@@ -248,6 +248,7 @@ def test_a_handler_that_closes_the_loop_s_generators_ends_no_relay(
     assert effects(engine) == ["a", "b", "closes"]
 
 
+@pytest.mark.large
 def test_a_relay_that_is_told_to_stop_while_a_handler_blocks_its_loop_stops(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:

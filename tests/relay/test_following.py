@@ -195,7 +195,7 @@ def break_next_claim(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return arrange
 
 
-@pytest.mark.each_value
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("error", ["SELECT 1 / 0", "SELECT FROM nowhere", "DO $$BEGIN RAISE SQLSTATE '40P01'; END$$"])
 def test_a_next_claim_that_fails_behind_commit_undoes_nothing_and_doubles_nothing(

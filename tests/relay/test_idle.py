@@ -104,6 +104,7 @@ def eight_queues() -> Jobs:
     return jobs
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("jobs", "config", "seconds"),
     [

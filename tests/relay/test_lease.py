@@ -288,6 +288,7 @@ def rows_of_relay(engine: Engine) -> list[object]:
         return list(connection.execute(text("SELECT alive_until FROM outboxq.relay ORDER BY alive_until")).scalars())
 
 
+@pytest.mark.large
 def test_a_sweep_is_bounded(engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay) -> None:
     """However many a dead relay left, one statement takes a bounded number, and all come back in the end."""
     jobs, _ = leased_jobs()

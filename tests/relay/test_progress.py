@@ -96,6 +96,7 @@ def test_a_note_is_seen_while_the_handlers_transaction_is_open(
     assert found() is None
 
 
+@pytest.mark.large
 def test_of_many_notes_the_newest_is_written_and_few_are(
     engine: Engine, sessions: Sessions, start_relay: StartRelay
 ) -> None:
@@ -129,6 +130,7 @@ CREATE TRIGGER count_writes AFTER INSERT ON outboxq.progress FOR EACH STATEMENT 
 """
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("ends", ["returns", "raises"])
 def test_no_note_is_left_of_a_run_however_it_ends(engine: Engine, sessions: Sessions, drain: Drain, ends: str) -> None:
     """Also of a shared batch, of a retry, and of a drain, which ends right behind it."""
@@ -198,6 +200,7 @@ def test_a_row_that_is_locked_holds_no_handler_up(engine: Engine, sessions: Sess
         last.leave.set()
 
 
+@pytest.mark.large
 def test_a_connection_that_is_lost_costs_a_second(engine: Engine, sessions: Sessions, start_relay: StartRelay) -> None:
     """The note that could not be written is written by the next one."""
     jobs, gates, last = Jobs(), Gates(), Gates()

@@ -364,6 +364,7 @@ def count_waiting(engine: Engine) -> int:
         return connection.execute(text(WAITS_FOR_LOCK)).scalar_one()
 
 
+@pytest.mark.large
 def test_a_locked_table_costs_a_second_and_not_the_other_table(
     engine: Engine, make_pruner: MakePruner, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -524,6 +525,7 @@ def plan(connection: Connection, deletion: str) -> list[dict[str, object]]:
     return nodes
 
 
+@pytest.mark.large
 def test_a_relay_stops_promptly_while_it_prunes(engine: Engine, start_relay: StartRelay) -> None:
     """After the batch that it is at: what has expired is no reason to keep anybody waiting."""
     fill_inbox(engine, "old", 60_000)

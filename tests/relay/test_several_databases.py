@@ -162,6 +162,7 @@ def test_stats_and_doctor_look_at_several_databases(outboxq_database: Database, 
     assert [each["database"] for each in examined] == names
 
 
+@pytest.mark.wide
 def test_each_line_about_one_of_several_databases_names_it(
     outboxq_database: Database, outboxq_server: Server, tmp_path: Path
 ) -> None:
@@ -195,6 +196,7 @@ def test_each_line_about_one_of_several_databases_names_it(
         assert [line.split(": ")[1] for line in errors] == sorted([str(bare), str(name)])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "garbage",
     ["root:hunter2", "://root:hunter2@x/y", "postgres_ql://root:hunter2@x/y", "postgresql://root:hunter2@x:port/y"],

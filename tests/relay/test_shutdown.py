@@ -332,6 +332,7 @@ def test_a_relay_with_a_stuck_handler_ends_with_3(
     assert "Traceback" not in said.stderr
 
 
+@pytest.mark.large
 def test_a_supervisor_replaces_a_relay_with_a_stuck_handler(
     outboxq_database: Database, stuck_application: Path
 ) -> None:
@@ -449,6 +450,7 @@ def test_the_state_follows_the_events() -> None:
     assert states == ["waiting_for_database", "serving", "waiting_for_database", "serving", "stopping", "stopping"]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -508,6 +510,7 @@ def test_a_health_file_that_cannot_be_written_for_a_while_is_no_reason_to_end(
     assert judge(path, 30).why.startswith("there is no file")
 
 
+@pytest.mark.large
 def test_the_probe_is_quick() -> None:
     """A container runs it every few seconds: it imports neither SQLAlchemy nor a driver."""
     code = (

@@ -87,6 +87,7 @@ def alive(wanted: set[int]) -> set[int]:
     return {pid for pid in wanted if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
 
 
+@pytest.mark.large
 def test_a_killed_child_is_replaced_and_sigterm_ends_all(directory: Path) -> None:
     """As many children as were asked for, whatever happens to them; none is left behind."""
     with supervised(child(directory), 2) as supervisor:
@@ -162,6 +163,7 @@ def pauses(events: list[Event]) -> list[float]:
     return [event.restart_seconds for event in events if isinstance(event, ChildDied)]
 
 
+@pytest.mark.large
 def test_pauses_between_restarts_grow(tmp_path: Path) -> None:
     """A child that dies at once is not restarted in a tight loop: the pauses that are told are kept, and double."""
     events, starts = deaths(tmp_path / "notes", 1, deaths=3)
@@ -176,6 +178,7 @@ def test_pauses_between_restarts_stop_growing(tmp_path: Path) -> None:
     assert pauses(events) == [0.5, 0.6, 0.6]
 
 
+@pytest.mark.large
 def test_a_child_that_lived_long_is_replaced_soon(tmp_path: Path) -> None:
     """The pauses start anew after a life that was long enough."""
     events, _ = deaths(tmp_path / "notes", 1, deaths=3, life_seconds=0.3, well_after_seconds=0.2)
@@ -244,6 +247,7 @@ def test_stall_seconds_that_beats_cannot_keep_are_refused() -> None:
             Supervisor([], 1, {}, drain_seconds=1, emit=Emitter((), print), stall_seconds=seconds)
 
 
+@pytest.mark.large
 def test_a_heartbeat_never_blocks() -> None:
     """Into a pipe that nobody reads the thread goes on trying; when it is read again, it tells today's state."""
     read_end, write_end = os.pipe()

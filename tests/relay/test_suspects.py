@@ -78,6 +78,7 @@ def test_a_lock_that_two_hold_is_no_mark(engine: Engine, sessions: sessionmaker[
         assert look(connection) == UNTOUCHED
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("lock", ["FOR UPDATE", "FOR KEY SHARE"])
 @pytest.mark.parametrize("commit", [True, False])
 def test_foreign_locks_charge_no_job(

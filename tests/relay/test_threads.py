@@ -42,6 +42,7 @@ else:
 """
 
 
+@pytest.mark.large
 def test_a_thread_that_dies_before_it_is_up_holds_nobody() -> None:
     """As MemoryError does to it; threading's own start() waits for it without an end."""
     command = [sys.executable, "-c", DIES_ON_ITS_WAY]

@@ -169,6 +169,7 @@ def test_an_old_version_that_starts_last_puts_it_back(engine: Engine, drain: Dra
     assert disabled(engine) == ["nightly"]
 
 
+@pytest.mark.wide
 def test_another_application_with_the_same_name_of_its_registry_is_left_alone(
     engine: Engine, start_relay: StartRelay, drain: Drain, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,6 +198,7 @@ def test_an_operators_pause_stays_whatever_the_code_does(engine: Engine, drain: 
     assert all(each.paused_at for each in stored(engine).values())
 
 
+@pytest.mark.wide
 def test_an_operator_adopts_what_has_left_the_code(outboxq_database: Database, engine: Engine, drain: Drain) -> None:
     """From then on it is theirs: it can be put, it stays, and it adds jobs when it is resumed."""
     url = outboxq_database.url

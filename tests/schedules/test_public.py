@@ -175,6 +175,7 @@ def test_many_transactions_put_the_same_schedules(engine: Engine) -> None:
         assert schedules.put(one, "a", tick.job(), cron="@hourly").cron == "@hourly"
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [

@@ -97,7 +97,7 @@ def waiting(engine: Engine) -> int:
         return int(connection.execute(text(_AT_THE_GATE)).scalar_one())
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("mode", ["transaction"])
 def test_each_time_is_fired_once_under_kills(outboxq_database: Database, mode: str) -> None:
     """Relays are killed and backends ended while they fire: each time has one job, and each job one effect."""

@@ -223,6 +223,7 @@ def test_a_row_that_another_transaction_has_locked_is_left_and_named(engine: Eng
     assert _untouched(engine) == {jobs[1].id, jobs[3].id}
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("change", REPORTING)
 def test_a_reaper_that_has_locked_a_row_first_wins(engine: Engine, change: str) -> None:
     """A statement that waits for it sees another token, and the job is lost."""

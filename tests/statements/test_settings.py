@@ -138,6 +138,7 @@ def test_every_screen_answers(hostile: Engine) -> None:
             assert "not_known" not in answer.json(), (screen.path, answer.json())
 
 
+@pytest.mark.wide
 def test_what_operators_call_on_their_own_connection_reads_the_same(engine: Engine) -> None:
     """And leaves the connection's settings as they were, also within the transaction."""
     stage_dashboard(engine)

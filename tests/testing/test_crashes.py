@@ -63,7 +63,7 @@ def test_a_handler_that_writes_through_its_session_survives_every_crash(outboxq_
     )
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_handler_under_a_lease_survives_every_crash(outboxq_database: Database) -> None:
     """The same under a lease, which has to run out first: settings of the relay are passed through."""
     crash_at_every_step(
@@ -76,7 +76,7 @@ def test_a_handler_under_a_lease_survives_every_crash(outboxq_database: Database
     )
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_handler_that_calls_once_survives_every_crash(outboxq_database: Database) -> None:
     """Killed before its call, after it and after its record: the steps of a call are steps like the others."""
     names = iter(EFFECT_FAULT_POINTS)
@@ -111,6 +111,7 @@ def test_a_handler_that_commits_beside_its_session_is_found_out(outboxq_database
         )
 
 
+@pytest.mark.wide
 def test_a_step_that_is_never_reached_is_an_error(outboxq_database: Database) -> None:
     """A job that no relay runs proves nothing, and is not taken for a success."""
     with pytest.raises(AssertionError, match="at before-handler: the relay was to be killed there, but its end was"):
@@ -288,6 +289,7 @@ def test_a_held_reply_leaves_the_client_waiting_for_what_is_committed(
     assert [type(error).__name__ for error in errors] == ["OperationalError"]
 
 
+@pytest.mark.wide
 def test_everything_can_be_frozen_thawed_and_cut(outboxq_database: Database) -> None:
     """A half-open connection answers nothing and reports nothing until it is cut."""
     with CommitProxy(outboxq_database.url) as proxy:

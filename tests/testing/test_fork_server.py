@@ -44,6 +44,7 @@ def program(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "tests.support.program", code, *arguments]
 
 
+@pytest.mark.first_and_last
 @pytest.mark.skipif(sys.platform != "linux", reason="the fork server is for Linux")
 @pytest.mark.parametrize("options", [{}, {"start_new_session": True}, {"process_group": 0}], ids=str)
 @pytest.mark.parametrize("way", [nullcontext, fresh], ids=["forked", "fresh"])
@@ -100,6 +101,7 @@ def test_a_signal_ends_a_forked_process_as_it_ends_any(number: signal.Signals) -
     assert not psutil.pid_exists(process.pid)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="the fork server is for Linux")
 def test_a_forked_process_forks_its_children_from_a_server_of_its_own() -> None:
     """They are its children, and have everything imported; the server ends with it."""

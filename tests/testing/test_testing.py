@@ -183,7 +183,7 @@ def test_every_test_gets_a_database_of_its_own(outboxq_database: Database) -> No
     engine.dispose()
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_the_fixtures_serve_a_users_own_test_suite(tmp_path: Path) -> None:
     """Nothing to configure: installing outboxq brings them, and the summary says which PostgreSQL it was."""
     (tmp_path / "test_mine.py").write_text(
@@ -318,6 +318,7 @@ class Opened:
         self.steps.append("left")
 
 
+@pytest.mark.first_and_last
 @pytest.mark.parametrize("form", ["sync", "asynchronous"])
 @pytest.mark.parametrize("given", [False, True])
 def test_drain_enters_the_lifespan_unless_a_state_is_given(

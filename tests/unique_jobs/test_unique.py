@@ -141,6 +141,7 @@ def test_keys_are_those_of_a_kind(sessions: Sessions) -> None:
     assert [handle.added for handle in handles] == [True] * 3
 
 
+@pytest.mark.large
 def test_many_keys_in_one_flush_are_several_statements(sessions: Sessions, engine: Engine) -> None:
     """2,500 keys, every second of them taken, and some twice."""
     with sessions.begin() as session:
@@ -603,6 +604,7 @@ def test_a_lock_timeout_of_a_key_at_commit_counts_no_attempt(
     assert (hasty.attempts, relay.of(JobRetried)) == ([1, 1, 1], [])
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_key_that_is_held_for_good_is_a_failed_attempt(
     sessions: Sessions, impatient: Sessions, start_relay: StartRelay, claim: str
